@@ -526,7 +526,7 @@ from spider.checkpoint import (
 )
 from spider.common import CheckpointError, Diverged, Stopped
 from spider.curves import write_curves
-from spider.distributed import World, shard_model, sharding_of
+from spider.distributed import Sharded, World, shard_model, sharding_of
 from spider.fp8 import convert_to_fp8, describe_fp8
 from spider.log import StepLog, describe_plan, log_end
 from spider.noise import step_seed
@@ -707,20 +707,18 @@ class StepSums(NamedTuple):
     n_bytes: int
 
 
-def accumulate(
-    model: Spider, batches: list[Batch], now: StepSettings, targets: Tensor | None = None
-) -> StepSums:
+def accumulate(model: Spider, batches: list[Batch], now: StepSettings) -> StepSums:
     """Run forward and backward over a step's micro-steps; change nothing but gradients.
 
-    targets: those of all ranks, float64, by default this rank's. Waits for the device once per
-    micro-step, for the number of segments."""
+    Waits for the device once per micro-step, for the number of segments."""
     sharding = sharding_of(model)
     passes = len(batches) * sharding.ranks
-    all_targets: Tensor | int
-    if targets is None:
-        all_targets = max(1, sum(batch.targets for batch in batches))
-    else:
-        all_targets = targets.clamp_min(1)
+    targets = sum(batch.targets for batch in batches)
+    all_targets: Tensor | int = max(1, targets)
+    if isinstance(sharding, Sharded):  # summed on the device, since the host need not know
+        world = sharding.world
+        of_rank = torch.full((), targets, dtype=torch.float64, device=world.device)
+        all_targets = world.sum(of_rank).clamp_min(1)
     sums: dict[str, Tensor] = {}
     # Terms that are means over bytes (by_byte) weigh by the batch's part of the step's targets, so
     # that all bytes weigh equally, however many are PAD. The others (balance, ponder, boundaries,
@@ -764,15 +762,6 @@ def accumulate(
         terms=sums,
         n_bytes=sum(batch.n_bytes for batch in batches),
     )
-
-
-def targets_of_all(batches: Sequence[Batch], world: World) -> Tensor | None:
-    """Sum the targets of a step over ranks, on the device, since the host need not know; None on
-    one rank."""
-    if world.ranks == 1:
-        return None
-    targets = sum(batch.targets for batch in batches)
-    return world.sum(torch.full((), targets, dtype=torch.float64, device=world.device))
 
 
 class StepNumbers(NamedTuple):
@@ -852,13 +841,12 @@ def train_step(
     batches: list[Batch],
     now: StepSettings,
     grad_clip: float = 1.0,
-    targets: Tensor | None = None,
     votes: Sequence[float] = (),
 ) -> tuple[dict[str, Any], list[float]]:
     """Run one optimizer step; return its metrics, and the votes of all ranks.
 
-    targets: see accumulate. votes: this rank's, see StopSignals."""
-    sums = accumulate(model, batches, now, targets)
+    votes: this rank's, see StopSignals."""
+    sums = accumulate(model, batches, now)
     numbers = reduce_numbers(optimizers, sums, votes)
     updated = update(model, optimizers, numbers, now, grad_clip)
     return numbers.metrics | dict(skipped=not updated), numbers.votes
@@ -1140,10 +1128,7 @@ def main(
         now = settings_of_step(flags, loader, progress, horizon)
         optimizers.set_lr(flags.lr, now.lr_factor)
         batches = feed.take()
-        targets = targets_of_all(batches, world)
-        metrics, votes = train_step(
-            model, optimizers, batches, now, flags.grad_clip, targets, stop.votes()
-        )
+        metrics, votes = train_step(model, optimizers, batches, now, flags.grad_clip, stop.votes())
         stop.agree(votes)
         # ------------------------------------------------------------------------------------------
 

@@ -297,7 +297,8 @@ class StopSignals:
         self.raises = False
 
     def may_interrupt(self, work: Callable[[], Result]) -> Result | None:
-        """Do some work, which a signal ends at once; return its result, or None if it was ended.
+        """Do some work, unless a signal has arrived; one that arrives now ends it at once. Return
+        the result, or None if there is none.
 
         Several ranks finish it together instead.
 
@@ -305,7 +306,8 @@ class StopSignals:
         result = None
         try:
             self.raises = self.ranks == 1
-            result = work()
+            if self.agreed is None:
+                result = work()
             self.raises = False
         except Stopped:
             self.raises = False

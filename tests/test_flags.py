@@ -2,16 +2,13 @@
 
 import math
 import random
-import shlex
 from contextlib import suppress
 
 import pytest
 
-import data
 import train
-from conftest import run_flags, settled
+from conftest import run_flags
 from spider.common import UsageError
-from spider.run import RunProgress
 from train import SPECS, Flags, parse_args
 
 PARSERS = {name: spec.options["type"] for name, spec in SPECS.items() if "type" in spec.options}
@@ -112,30 +109,6 @@ def test_an_alternative_drops_those_of_less_precedence(tmp_path):
 )
 def test_runs_of_other_origins_have_directories_of_their_own(argv, directory):
     assert parsed(*argv.split()).flags.ckpt_dir == directory
-
-
-# --------------------------------------------------------------------------------------------------
-# Commands in the log can be pasted
-
-DIRECTORIES = pytest.mark.parametrize("name", ("my dir; touch X", "--lr", "a'b"))
-
-
-@DIRECTORIES
-def test_a_flag_in_the_log_is_parsed_to_the_same_value(name):
-    values = dict(data_dir=name, keep_best=False, engram_reset=False, reset_steps=True)
-    words = [train.pasteable(flag, value) for flag, value in values.items()]
-    flags = parsed(*shlex.split(" ".join(words))).flags
-    assert {flag: getattr(flags, flag) for flag in values} == values
-
-
-@DIRECTORIES
-def test_the_command_of_an_odd_step_shows_its_batch(name):
-    plan = settled("--model", "tiny", f"--data_dir={name}", "--seq_len", "32", "--micro_batch", "4")
-    line = train.odd_step_line(RunProgress(step=3, bytes_seen=3 * 4 * 32), plan)
-    argv = shlex.split(line.partition("its batch: python ")[2])
-    args = data.parse_args(argv[1:])
-    assert argv[0] == "data.py" and args.directory in (name, f"./{name}")
-    assert (args.seq_len, args.first, args.count) == (32, 8, 4)
 
 
 # --------------------------------------------------------------------------------------------------

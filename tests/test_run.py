@@ -211,10 +211,6 @@ def test_only_regular_evaluations_count_for_patience():
 # metrics.jsonl and the log
 
 
-def logged_steps(log: str) -> list[int]:
-    return [int(step) for step in re.findall(r"step (\d+)/\d+ .*\| loss ", log)]
-
-
 def test_lines_that_a_full_disk_refuses_are_written_later_in_order(tmp_path, new_log):
     machine.start_log()
     with Metrics(tmp_path / "metrics.jsonl", 0) as lines:
@@ -264,15 +260,6 @@ def test_metrics_are_written_to_no_pipe_and_through_no_link(train_small, error_o
     assert not path.is_symlink()
 
 
-def test_metrics_have_every_step_and_the_log_ends_with_the_next_command(train_small, new_log):
-    directory = train_small("--log_every 4 --eval_every 0", steps=10)
-    log = new_log()
-    assert logged_steps(log) == [1, 4, 8, 10]
-    assert [line["step"] for line in metrics(directory)] == [*range(1, 11)]
-    assert re.search(r"step 10/10 .* ETA 0.0 seconds", log)
-    assert f"next: python sample.py {directory}" in log
-
-
 def test_metrics_of_speed_and_segments_are_those_of_the_steps(tmp_path):
     """Words of four letters, and their spaces, are segments of five bytes but for the ends of a
     window. The rates of 64 bytes add up to no more time than the run took."""
@@ -298,62 +285,6 @@ def test_metrics_of_speed_and_segments_are_those_of_the_steps(tmp_path):
     assert 4 < last["val_bytes_per_segment"] < 6
     assert 0 < last["val_loss"] < 6
     assert not any("/" in name for name in last)  # no source has a name
-
-
-def test_by_default_a_run_logs_about_a_hundred_lines_and_one_a_minute(
-    tmp_path, shards, monkeypatch, new_log
-):
-    def steps_of_run(steps):
-        argv = run_flags(shards, tmp_path / "run", "--eval_every 0", steps=steps)
-        at = argv.index("--log_every")
-        assert train.command_line(argv[:at] + argv[at + 2 :]) == 0
-        return logged_steps(new_log())
-
-    assert (train.LOG_LINES, train.LOG_SECONDS) == (100, 60)
-    monkeypatch.setattr(train, "LOG_LINES", 6)
-    assert steps_of_run(6) == [1, 2, 3, 4, 5, 6]
-    assert steps_of_run(13) == [7, 9, 12, 13]  # every third
-    monkeypatch.setattr(train, "LOG_SECONDS", 0.0)
-    assert steps_of_run(15) == [14, 15]
-
-
-@pytest.mark.parametrize(
-    "flags, loops_vary",
-    (
-        ("--n_loops 2", True),
-        ("--n_loops 1", False),
-        ("--n_loops 1 --random_loops", True),
-        (f"--set {SMALL},act=false", False),
-    ),
-    ids=("two loops", "one loop", "random loops", "no halting"),
-)
-def test_log_explains_once_its_columns_and_has_those_that_vary(
-    train_small, new_log, flags, loops_vary
-):
-    train_small("--eval_every 0", flags, steps=2)
-    lines = new_log().splitlines()
-    (meanings,) = [line for line in lines if "columns of a step" in line]
-    assert ("loops (" in meanings) == loops_vary
-    assert "balance (" in meanings
-    for line in lines:
-        if "| loss " in line:
-            assert (" loops |" in line) == loops_vary
-            assert " balance " in line
-            assert line.count(" | ") == meanings.count(" (")
-
-
-def test_every_line_of_a_run_is_printable_whatever_its_files_are_called(
-    shards, train_small, capsys
-):
-    name = "a\x1b[2J\r\n99:99:99 forged \u202e\udcff"
-    directory = train_small("--sample_every 9", ckpt=name, steps=2)
-    assert train.command_line(run_flags(shards, directory, "--dry_run")) == 0
-    (directory / "spider-step2.pt").write_bytes(b"no checkpoint")
-    assert train.command_line(run_flags(shards, directory)) == 2
-    lines = "\n".join(capsys.readouterr()).split("\n")
-    assert sum("99:99:99 forged" in line for line in lines) > 3
-    assert any("next: python sample.py '" in line for line in lines)
-    assert not any(line.startswith("99:99:99") or not line.isprintable() for line in lines)
 
 
 # --------------------------------------------------------------------------------------------------

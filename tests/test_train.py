@@ -1,8 +1,10 @@
-"""The optimizer step, casts of weights, evaluation, samples."""
+"""The optimizer step, the schedule, casts of weights, evaluation, samples, timing."""
 
 import json
 import math
+import threading
 from contextlib import nullcontext
+from dataclasses import replace
 from statistics import median
 
 import numpy as np
@@ -12,6 +14,7 @@ import torch
 import train
 from conftest import (
     ROOT,
+    SMALL,
     assert_same,
     awake,
     final_state,
@@ -26,12 +29,25 @@ from conftest import (
     text,
     world_of,
 )
-from data import Batch, mock_source, validation_sets
-from jobs import command, forked
+from data import Batch, Loader, mock_source, validation_sets
+from jobs import Job, command, forked
+from preparing import source
 from spider.fp8 import convert_to_fp8
 from spider.optim import Optimizers
+from spider.run import RunProgress
+from spider_model import Spider
 from tokenizer import decode
-from train import StepSettings, step_alone
+
+# A name of its own: conftest times no step
+from train import (
+    Flags,
+    StepSettings,
+    clears_tables,
+    lr_factor,
+    settings_of_step,
+    time_steps,
+    train_step,
+)
 
 NOW = StepSettings(n_loops=2)
 
@@ -58,21 +74,20 @@ def weights_of(model) -> dict[str, torch.Tensor]:
 # The step
 
 
-@pytest.mark.parametrize("of_all", (None, torch.zeros((), dtype=torch.float64)), ids=str)
-def test_a_step_without_a_target_has_a_loss_of_zero(of_all):
+def test_a_step_without_a_target_has_a_loss_of_zero():
     ids = text(2, 32)
     batches = batches_of(ids, torch.full_like(ids, -100))
-    assert train.accumulate(awake(small_config()), batches, NOW, of_all).terms["loss"] == 0
+    assert train.accumulate(awake(small_config()), batches, NOW).terms["loss"] == 0
 
 
 def test_a_step_whose_loss_is_not_finite_changes_no_weight():
     model = awake(small_config())
     optimizers = Optimizers(model)
-    step_alone(model, optimizers, random_batch(2), NOW)
+    train_step(model, optimizers, random_batch(2), NOW)
     with torch.no_grad():
         model.prelude[0].ffn.down_proj.weight[0, 0] = math.inf
     before = weights_of(model)
-    assert step_alone(model, optimizers, random_batch(2), NOW)["skipped"]
+    assert train_step(model, optimizers, random_batch(2), NOW)[0]["skipped"]
     assert_same(before, weights_of(model))
 
 
@@ -103,7 +118,7 @@ def test_a_gradient_that_is_not_finite_changes_no_weight_though_the_loss_is():
     model = awake(small_config())
     before = weights_of(model)
     model.lm_head.weight.register_hook(lambda gradient: gradient * math.inf)
-    numbers = step_alone(model, Optimizers(model), random_batch(2), NOW)
+    numbers, _ = train_step(model, Optimizers(model), random_batch(2), NOW)
     assert numbers["skipped"] and math.isfinite(numbers["total_loss"])
     assert_same(before, weights_of(model))
 
@@ -117,7 +132,7 @@ def test_cleared_engram_rows_learn_as_at_the_start():
         optimizers = Optimizers(model, "adamw", lr=1e-3)
         if reset:
             optimizers.reset_tables()
-        step_alone(model, optimizers, random_batch(8), NOW)
+        train_step(model, optimizers, random_batch(8), NOW)
         table = model.core.layers[1].engram.table.weight
         sums.append(float(optimizers.by_name["engram"].state[table]["sum"].max()))
     assert sums[1] < 100 * sums[0]
@@ -135,6 +150,104 @@ def test_one_step_of_the_1b_model_runs_in_bf16(tmp_path, processes):
     assert status == 0, log
     line = json.loads((tmp_path / "run" / "metrics.jsonl").read_text())
     assert 4 < line["loss"] < 8 and math.isfinite(line["grad_norm"]) and 4 < line["memory"] < 24
+
+
+# --------------------------------------------------------------------------------------------------
+# The schedule
+
+FLAGS = Flags(warmup_steps=10, min_lr_fraction=0.1)
+WSD = replace(FLAGS, schedule="wsd", wsd_decay_fraction=0.2)
+
+
+@pytest.mark.parametrize(
+    "flags, step, horizon, factor",
+    (
+        (FLAGS, 55, 100, 0.55),  # half of the cosine
+        (FLAGS, 10, 10, 1.0),
+        (FLAGS, 11, 11, 0.1),  # one step after the warm-up
+        (WSD, 80, 100, 1.0),
+        (WSD, 91, 100, 0.1 + 0.9 * 0.5),
+        (replace(WSD, wsd_decay_fraction=0.0), 119, 100, 1.0),
+        (replace(FLAGS, warmup_steps=0), 0, 100, 1.0),
+    ),
+)
+def test_the_rate_of_a_step(flags, step, horizon, factor):
+    assert lr_factor(step, horizon, flags) == pytest.approx(factor)
+
+
+def test_each_schedule_has_rates_of_its_own_and_another_name_is_refused():
+    names = train.SPECS["schedule"].options["choices"]
+    rates = {lr_factor(70, 100, replace(FLAGS, schedule=name)) for name in names}
+    assert len(rates) == len(names)
+    with pytest.raises(ValueError, match="'linear' has no rates"):
+        lr_factor(70, 100, replace(FLAGS, schedule="linear"))
+
+
+def mixture(*parts: tuple[int, float]) -> Loader:
+    """Return a loader of sequences of one byte; parts: the bytes and the weight of each source."""
+    return Loader([source([0] * (size + 1), weight=weight) for size, weight in parts], 1, 0)
+
+
+def test_dropout_of_a_mixture_follows_the_epochs_of_its_sources():
+    loader = mixture((7000, 0.7), (300, 0.3))
+
+    def first_of_epoch(epoch: int) -> int:
+        """Return the first sequence of an epoch of the second source, counted from 0."""
+        return next(g for g in range(10_000) if loader.epochs(g)[1] == epoch)
+
+    second = first_of_epoch(1)
+    eighth = first_of_epoch(7)
+    assert 700 < second < 1400  # its share of the first sequences is not exactly 0.3
+    expected = {
+        0: 0,
+        second - 1: 0,
+        second: 0.5 * 0.3 * 0.1,
+        eighth: 0.5 * 0.3 * 0.7,
+        10_000: 0.5 * (0.7 * 0.1 + 0.3),
+        10**6: 0.5,
+    }
+    for first, rate in expected.items():
+        assert train.dropout_at(Flags(dropout=0.5), loader, first) == pytest.approx(rate)
+
+
+@pytest.mark.parametrize(
+    "target_tokens, first, epoch, clears",
+    (
+        (1500, 99, 0, False),
+        (1500, 100, 0, True),
+        (1499, 100, 0, False),
+        (1500, 100, 1, False),
+        (3500, 300, 2, True),
+        (3499, 300, 2, False),
+    ),
+)
+def test_tables_are_cleared_in_the_step_that_begins_an_epoch_if_half_of_it_is_left(
+    target_tokens, first, epoch, clears
+):
+    """An epoch has 100 sequences of 10 bytes."""
+    flags = Flags(engram_reset=True, seq_len=10, target_tokens=target_tokens)
+    progress = RunProgress(bytes_seen=10 * first, epoch=epoch)
+    now = settings_of_step(flags, Loader([source([0] * 1001)], 10, 0), progress, horizon=1000)
+    assert now.clears_tables == clears
+
+
+def cleared_at(loader: Loader, target_tokens: int) -> list[int]:
+    """Return the first sequence of each epoch for which tables are cleared, of 5,000 sequences."""
+    flags = Flags(engram_reset=True, target_tokens=target_tokens, seq_len=1)
+    epochs = [loader.epoch(g) for g in range(5000)]
+    begun = [g for g in range(1, 5000) if epochs[g] > epochs[g - 1]]
+    return [g for g in begun if clears_tables(flags, loader, g)]
+
+
+def test_tables_of_a_mixture_are_cleared_once_a_pass_over_all_of_it():
+    equal = mixture((500, 0.5), (500, 0.5))
+    cleared = cleared_at(equal, 5000)
+    assert len(cleared) == 4
+    for times, first in enumerate(cleared, 1):
+        assert math.isclose(first, 1000 * times, abs_tol=100)
+    assert len(cleared_at(equal, 4650)) == 4 and len(cleared_at(equal, 4350)) == 3
+    small_source_read_five_times = mixture((100_000, 0.9), (100, 0.1))
+    assert cleared_at(small_source_read_five_times, 5000) == []
 
 
 # --------------------------------------------------------------------------------------------------
@@ -229,7 +342,7 @@ def test_a_step_sees_the_weights_of_the_step_before_not_their_old_casts():
     model.compute_dtype = torch.bfloat16
     optimizers = Optimizers(model, "adamw", lr=0.1)
     ids = text(2, 64)
-    losses = [step_alone(model, optimizers, batches_of(ids, ids), NOW)["loss"] for _ in range(2)]
+    losses = [train_step(model, optimizers, batches_of(ids, ids), NOW)[0]["loss"] for _ in range(2)]
     assert losses[0] != losses[1]
     assert all(getattr(module, "cast", None) is None for module in model.modules())
 
@@ -306,3 +419,42 @@ def test_ruined_weights_are_reported_instead_of_sampled(tmp_path, shards, capsys
     ruined = f"--resume {tmp_path / 'ruined.pt'} --sample_every 1"
     assert train.command_line(run_flags(shards, tmp_path / "new", ruined, steps=4)) == 1
     assert "step 3: no sample" in capsys.readouterr().err
+
+
+# --------------------------------------------------------------------------------------------------
+# Other weights, timing
+
+
+def test_a_run_from_other_weights_evaluates_first_which_changes_no_step(
+    trained, train_small, capsys
+):
+    """It is a line of the log alone."""
+    begin = ("--reset_steps --resume", trained)
+    directory = train_small(*begin, steps=3)
+    before, first, after = capsys.readouterr().err.partition("before the first step:")
+    val_loss = metrics(trained)[-1]["val_loss"]
+    assert f"validation: loss {val_loss:.4f}" in after.partition("step 1/3")[0]
+    train_small(*begin, steps=4)  # resumes
+    assert first not in capsys.readouterr().err
+    other = train_small(*begin, "--eval_every 0", steps=3, ckpt="other")
+    assert first not in capsys.readouterr().err
+    for line, of_other in zip(metrics(directory)[:3], metrics(other), strict=True):
+        assert line["loss"] == of_other["loss"]
+
+
+def test_steps_of_a_subclass_that_cannot_be_copied_are_timed(monkeypatch):
+    class WithLock(Spider):
+        def __init__(self, config):
+            super().__init__(config)
+            self.lock = threading.Lock()
+
+    monkeypatch.setattr(train, "MIN_SECONDS_TIMED", 0)
+    flags = f"--device cpu --compile off --seq_len 32 --set {SMALL}"
+    plan = settled(*flags.split(), model_class=WithLock)
+    assert time_steps(plan, world_of(), Loader([mock_source(0)], 32, 0)) > 0
+
+
+def test_minutes_are_refused_on_several_ranks(processes, tmp_path):
+    argv = "--mock_data --model tiny --minutes 1 --ckpt_dir run --device cpu".split()
+    statuses, log = Job(processes, tmp_path, 2, argv).end()
+    assert statuses == [2, 2] and "--minutes times steps on one process" in log

@@ -1,22 +1,30 @@
 """The stages from flags to the plan of a run: tables of values in and out."""
 
-import threading
 from dataclasses import asdict, replace
 
 import pytest
 import torch
 
 import train
-from conftest import SMALL, final_state, metrics, refused, run_flags, settled, world_of
+from conftest import final_state, refused, run_flags, settled, world_of
 from data import Loader, mock_source
-from spider import machine
+from preparing import source
+from spider import machine, plan
 from spider.checkpoint import FROM_SCRATCH, Origin
 from spider.common import UsageError
 from spider.config import SpiderConfig
+from spider.plan import (
+    fit_into_minutes,
+    horizon_warnings,
+    rise_warning,
+    splits_of,
+    with_recipe,
+    with_split,
+)
 from spider.run import RunProgress
 from spider_model import Spider
 from tile_moe import KERNELS
-from train import RECIPES, CommandLine, Flags, Split, parse_args, time_steps
+from train import RECIPES, CommandLine, Flags, parse_args
 
 TINY = SpiderConfig.preset("tiny")
 
@@ -47,7 +55,7 @@ def command(text: str) -> CommandLine:
 def test_the_recipe_is_that_of_the_flag_the_checkpoint_or_the_device(
     model, checkpoint, device, recipe
 ):
-    assert train.recipe_of(model, checkpoint, torch.device(device)) == recipe
+    assert plan.recipe_of(model, checkpoint, torch.device(device)) == recipe
 
 
 def test_recipes_have_values_that_their_flags_take():
@@ -67,7 +75,7 @@ def test_recipes_have_values_that_their_flags_take():
     ),
 )
 def test_a_recipe_fills_in_what_is_not_given(argv, checkpoint, expected):
-    flags = train.with_recipe(command(argv), "tiny", checkpoint)
+    flags = with_recipe(command(argv), RECIPES["tiny"], checkpoint)
     assert {name: getattr(flags, name) for name in expected} == expected
 
 
@@ -82,7 +90,7 @@ def test_a_recipe_fills_in_what_is_not_given(argv, checkpoint, expected):
 )
 def test_a_resumed_run_of_minutes_keeps_its_horizon(argv, resumes, target_tokens, eval_tokens):
     recorded = dict(minutes=5.0, target_tokens=640_000, eval_tokens=4096)
-    flags = train.with_recipe(command(argv), "tiny", origin(resumes, flags=recorded))
+    flags = with_recipe(command(argv), RECIPES["tiny"], origin(resumes, flags=recorded))
     assert (flags.target_tokens, flags.eval_tokens) == (target_tokens, eval_tokens)
 
 
@@ -97,13 +105,13 @@ def test_a_resumed_run_of_minutes_keeps_its_horizon(argv, resumes, target_tokens
 def test_other_minutes_than_those_of_the_run_are_refused(recorded, resume, remedy):
     """They chose its horizon: another run would continue it unasked."""
     with pytest.raises(UsageError, match=remedy):
-        train.check_minutes(replace(Flags(), minutes=0.05, resume=resume), recorded)
+        plan.check_minutes(replace(Flags(), minutes=0.05, resume=resume), recorded)
 
 
 def test_the_model_is_the_checkpoints_with_settings_that_keep_its_weights():
     saved = replace(TINY, n_recurrent_layers=3)
     flags = replace(Flags(), set="z_loss_weight=0.5")
-    config = train.model_config(flags, "tiny", origin(config=saved))
+    config = plan.model_config(flags, "tiny", origin(config=saved))
     assert config == replace(saved, z_loss_weight=0.5)
 
 
@@ -130,10 +138,11 @@ def test_flags_that_do_not_fit_together_or_the_model_are_refused(argv, complaint
         settled("--model", "tiny", *argv.split())
 
 
-def test_tables_are_cleared_by_default_only_where_there_are_some():
-    flags = replace(Flags(), engram_reset=True)
-    assert train.with_tables(flags, {"engram_reset"}, has_tables=True).engram_reset
-    assert not train.with_tables(flags, set(), has_tables=False).engram_reset
+@pytest.mark.parametrize(
+    "settings, cleared", (("", True), ("engram_layers=,engram_byte_orders=", False))
+)
+def test_tables_are_cleared_by_default_only_where_there_are_some(settings, cleared):
+    assert settled("--model", "tiny", f"--set={settings}").flags.engram_reset == cleared
 
 
 # --------------------------------------------------------------------------------------------------
@@ -151,11 +160,11 @@ def test_tables_are_cleared_by_default_only_where_there_are_some():
 )
 def test_a_step_is_split_into_micro_steps_over_ranks(ranks, argv, first):
     flags, given, _ = command(f"--seq_len 32 {argv}")
-    splits = train.splits_of(flags, given, ranks)
-    assert splits[0] == first
+    splits = splits_of(flags, given, ranks)
+    assert (*splits[0].values(),) == first
     step_bytes = first[0] * first[1] * ranks * 32
     for split in splits:
-        assert train.with_split(flags, split, ranks).global_batch == step_bytes
+        assert with_split(flags, split, ranks).global_batch == step_bytes
 
 
 @pytest.mark.parametrize(
@@ -179,8 +188,11 @@ def test_1b_and_base_take_131072_bytes_a_step_unless_a_flag_sets_the_batch(
 
 def test_a_resumed_run_prefers_its_split():
     flags, given, _ = command("--seq_len 32 --global_batch 4096")
-    splits = train.splits_of(flags, given, 1, origin(flags=dict(micro_batch=16)))
-    assert splits[:2] == [Split(16, 8), Split(128, 1)]
+    splits = splits_of(flags, given, 1, origin(flags=dict(micro_batch=16)))
+    assert splits[:2] == [
+        dict(micro_batch=16, grad_accum=8),
+        dict(micro_batch=128, grad_accum=1),
+    ]
 
 
 # --------------------------------------------------------------------------------------------------
@@ -193,7 +205,7 @@ def of_horizon(argv: str, config=TINY) -> Flags:
     flags = replace(flags, seq_len=64, n_loops=1, global_batch=4096)
     with torch.device("meta"):
         model = Spider(config)
-    return train.with_horizon(flags, given, "tiny", model)
+    return plan.with_horizon(flags, given, RECIPES["tiny"], model)
 
 
 def test_a_horizon_by_flops_or_parameters_is_within_the_bounds_of_its_flag():
@@ -219,35 +231,6 @@ def test_a_short_run_warms_up_in_six_steps_unless_a_flag_says_otherwise():
     assert of_horizon(f"{horizon} --warmup_steps 7").warmup_steps == 7
 
 
-@pytest.mark.parametrize(
-    "argv, expected",
-    (
-        (
-            "--model small --target_tokens 12e6",
-            "--lr 0.00337 follows from 2,930 steps and a width of 256",
-        ),
-        (
-            "--model base --target_tokens 1e8",
-            "--lr 0.00204 follows from 763 steps and a width of 2,048, extrapolated from runs "
-            "of up to 2,930 steps and 256 wide (docs/results/learning.md)",
-        ),
-        ("--model original --target_tokens 1e9", None),
-        ("--model original --lr 0.1", None),
-        ("--model tiny --target_tokens 4e6 --lr 0.0019", None),
-        (
-            "--model tiny --target_tokens 4e6 --lr 0.0018",
-            "--lr 0.0018: without it, the recipe would take 0.00739",
-        ),
-    ),
-)
-def test_the_log_says_what_a_computed_rate_follows_from_and_if_a_given_one_is_far_from_it(
-    argv, expected
-):
-    plan = settled(*argv.split())
-    lines = train.describe_plan(plan, command(argv), world_of())
-    assert [line for line in lines if line.startswith("--lr")] == ([expected] if expected else [])
-
-
 def test_a_run_fits_its_evaluations_into_its_minutes():
     """At 1,000 bytes/s. An evaluated byte takes a third of a trained one, all of them at most a
     quarter of the time."""
@@ -255,9 +238,7 @@ def test_a_run_fits_its_evaluations_into_its_minutes():
 
     def fitted(minutes: float, argv: str) -> tuple[int, int]:
         words = f"--model tiny --seq_len 100 --minutes {minutes} {argv}".split()
-        given = parse_args(words, {}).given
-        plan = settled(*words)
-        found = train.fit_into(minutes, plan, 1000.0, [mock_source(0)], given)
+        found = fit_into_minutes(settled(*words), [mock_source(0)], 1000.0)
         return found["target_tokens"], found["eval_tokens"]
 
     # ten evaluations of a recipe
@@ -307,8 +288,8 @@ def test_auto_keeps_a_kernel_only_where_all_ranks_chose_it(
     world = world_of()
     kernels = iter(KERNELS)
     world.all = lambda agrees: elsewhere == next(kernels) and agrees
-    monkeypatch.setattr(train, "resolve_backend", lambda *_: (here, ""))
-    flags, _ = train.with_machine(replace(Flags(), moe_backend=asked), TINY, world)
+    monkeypatch.setattr(plan, "resolve_backend", lambda *_: (here, ""))
+    flags, _ = plan.with_machine(replace(Flags(), moe_backend=asked), TINY, world)
     assert flags.moe_backend == kept
 
 
@@ -319,47 +300,15 @@ def test_the_expert_backend_is_chosen_for_the_dtype_of_the_products(monkeypatch)
         dtypes.append(dtype)
         return "grouped", ""
 
-    monkeypatch.setattr(train, "resolve_backend", resolve)
+    monkeypatch.setattr(plan, "resolve_backend", resolve)
     for precision in ("fp32", "bf16", "fp8"):
-        train.with_machine(replace(Flags(), precision=precision), TINY, world_of())
+        plan.with_machine(replace(Flags(), precision=precision), TINY, world_of())
     assert dtypes == [torch.float32, torch.bfloat16, torch.bfloat16]
 
 
 def test_the_precision_is_bf16_where_a_cpu_has_it():
-    flags, _ = train.with_machine(Flags(), TINY, world_of())
+    flags, _ = plan.with_machine(Flags(), TINY, world_of())
     assert flags.precision == ("bf16" if machine.multiplies_bf16(world_of().device) else "fp32")
-
-
-def test_minutes_are_refused_on_several_ranks(tmp_path, monkeypatch):
-    world = world_of()
-    world.ranks = 2
-    world.join = lambda *_: None
-    world.on_rank0 = lambda work: work()
-    world.all = lambda agrees: agrees
-    argv = f"--mock_data --dry_run --model tiny --minutes 1 --ckpt_dir {tmp_path}"
-    with pytest.raises(UsageError, match="--minutes times steps on one process"):
-        train.open_run(command(argv), world, None, Spider)
-
-
-# --------------------------------------------------------------------------------------------------
-# Other weights
-
-
-def test_a_run_from_other_weights_evaluates_first_which_changes_no_step(
-    trained, train_small, capsys
-):
-    """It is a line of the log alone."""
-    begin = ("--reset_steps --resume", trained)
-    directory = train_small(*begin, steps=3)
-    before, first, after = capsys.readouterr().err.partition("before the first step:")
-    val_loss = metrics(trained)[-1]["val_loss"]
-    assert f"validation: loss {val_loss:.4f}" in after.partition("step 1/3")[0]
-    train_small(*begin, steps=4)  # resumes
-    assert first not in capsys.readouterr().err
-    other = train_small(*begin, "--eval_every 0", steps=3, ckpt="other")
-    assert first not in capsys.readouterr().err
-    for line, of_other in zip(metrics(directory)[:3], metrics(other), strict=True):
-        assert line["loss"] == of_other["loss"]
 
 
 # --------------------------------------------------------------------------------------------------
@@ -397,10 +346,21 @@ def test_a_run_from_other_weights_evaluates_first_which_changes_no_step(
 )
 def test_a_horizon_that_does_not_suit_data_or_steps_is_a_warning(argv, warned):
     base = "--model 1b --seq_len 64 --micro_batch 1 --warmup_steps 0 --data_dir none"
-    plan = settled(*base.split(), *argv.split())
-    lines = train.horizon_warnings(plan, Loader([mock_source(0)], 32, 0), plan.horizon)
+    found = settled(*base.split(), *argv.split())
+    flags = found.flags
+    last = min(found.horizon, flags.max_steps or found.horizon)
+    factor = train.lr_factor(last - 1, found.horizon, flags)
+    lines = horizon_warnings(found, Loader([mock_source(0)], 32, 0), found.horizon, factor)
     for line, words in zip(lines, warned, strict=True):
         assert words in line
+
+
+@pytest.mark.parametrize("target_tokens, warnings", ((4000, 0), (4001, 1)))
+def test_more_than_twenty_epochs_of_a_source_are_a_warning(target_tokens, warnings):
+    argv = f"--model tiny --seq_len 2 --warmup_steps 0 --target_tokens {target_tokens}"
+    found = settled(*argv.split())
+    loader = Loader([source([0] * 1001, weight=0.5), source([0] * 101, weight=0.5)], 1, 0)
+    assert len(horizon_warnings(found, loader, found.horizon, 0.1)) == warnings
 
 
 @pytest.mark.parametrize("dry", ((), ("--dry_run",)))
@@ -410,37 +370,25 @@ def test_warnings_of_the_horizon_are_printed(tmp_path, shards, capsys, dry):
     assert "is 31 epochs" in "".join(capsys.readouterr())
 
 
-def test_steps_of_a_subclass_that_cannot_be_copied_are_timed(monkeypatch):
-    class WithLock(Spider):
-        def __init__(self, config):
-            super().__init__(config)
-            self.lock = threading.Lock()
-
-    monkeypatch.setattr(train, "MIN_SECONDS_TIMED", 0)
-    flags = f"--device cpu --compile off --seq_len 32 --set {SMALL}"
-    plan = settled(*flags.split(), model_class=WithLock)
-    assert time_steps(plan, world_of(), [mock_source(0)]) > 0
-
-
-CONSTANT = "--schedule wsd --wsd_decay_fraction 0"
-
-
 @pytest.mark.parametrize(
-    "argv, before, step, warned",
+    "before, rate, warned",
     (
-        (CONSTANT, None, 0, []),  # no step before
-        (CONSTANT, 0.01 / 1.49, 10, []),
-        (CONSTANT, 0.01 / 1.51, 10, ["rises from 6.62e-03 to 1.00e-02"]),
-        # Its own warm-up: from a half to the whole of the rate.
-        ("--warmup_steps 1", 0.005, 1, []),
-        # Another one: to 10/21 of the rate.
-        ("--warmup_steps 20", 0.00122, 10, ["rises from 1.22e-03 to 4.76e-03"]),
+        (None, 0.01, []),  # no step before
+        (0.01 / 1.49, 0.01, []),
+        (0.01 / 1.51, 0.01, ["rises from 6.62e-03 to 1.00e-02"]),
     ),
 )
-def test_a_rate_that_is_much_higher_than_before_is_a_warning(argv, before, step, warned):
-    base = "--model tiny --seq_len 32 --target_tokens 1e7 --lr 0.01 --warmup_steps 0"
-    plan = settled(*base.split(), *argv.split())
-    progress = RunProgress(step=step, metrics=None if before is None else dict(lr=before))
-    lines = train.rise_warnings(plan, progress, 1000)
-    for line, words in zip(lines, warned, strict=True):
+def test_a_rate_that_is_much_higher_than_before_is_a_warning(before, rate, warned):
+    progress = RunProgress(step=10, metrics=None if before is None else dict(lr=before))
+    for line, words in zip(rise_warning(progress, rate, 1000), warned, strict=True):
         assert words in line
+
+
+def test_a_resumed_warm_up_is_no_rise_of_the_rate_but_a_longer_horizon_is(train_small, new_log):
+    """The last step's rate is compared with what it would be by the present schedule."""
+    flags = "--warmup_steps 4 --eval_every 0 --target_tokens"
+    train_small(f"{flags} 640", steps=3)
+    train_small(f"{flags} 640", steps=10)
+    assert "learning rate rises" not in new_log()
+    train_small(f"{flags} 64000", steps=12)
+    assert "the learning rate rises from 1.60e-03 to 1.00e-02" in new_log()

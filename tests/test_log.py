@@ -1,0 +1,142 @@
+"""The log of a run: what was chosen, its steps, commands to paste."""
+
+import re
+import shlex
+
+import pytest
+
+import data
+import train
+from conftest import SMALL, metrics, run_flags, settled, world_of
+from spider import log
+from spider.run import RunProgress
+from train import parse_args
+
+# --------------------------------------------------------------------------------------------------
+# What was chosen
+
+
+@pytest.mark.parametrize(
+    "argv, expected",
+    (
+        (
+            "--model small --target_tokens 12e6",
+            "--lr 0.00337 follows from 2,930 steps and a width of 256",
+        ),
+        (
+            "--model base --target_tokens 1e8",
+            "--lr 0.00204 follows from 763 steps and a width of 2,048, extrapolated from runs "
+            "of up to 2,930 steps and 256 wide (docs/results/learning.md)",
+        ),
+        ("--model original --target_tokens 1e9", None),
+        ("--model original --lr 0.1", None),
+        ("--model tiny --target_tokens 4e6 --lr 0.0019", None),
+        (
+            "--model tiny --target_tokens 4e6 --lr 0.0018",
+            "--lr 0.0018: without it, the recipe would take 0.00739",
+        ),
+    ),
+)
+def test_the_log_says_what_a_computed_rate_follows_from_and_if_a_given_one_is_far_from_it(
+    argv, expected
+):
+    plan = settled(*argv.split())
+    lines = log.describe_plan(plan, {}, world_of())
+    assert [line for line in lines if line.startswith("--lr")] == ([expected] if expected else [])
+
+
+# --------------------------------------------------------------------------------------------------
+# Steps
+
+
+def logged_steps(log: str) -> list[int]:
+    return [int(step) for step in re.findall(r"step (\d+)/\d+ .*\| loss ", log)]
+
+
+def test_metrics_have_every_step_and_the_log_ends_with_the_next_command(train_small, new_log):
+    directory = train_small("--log_every 4 --eval_every 0", steps=10)
+    log = new_log()
+    assert logged_steps(log) == [1, 4, 8, 10]
+    assert [line["step"] for line in metrics(directory)] == [*range(1, 11)]
+    assert re.search(r"step 10/10 .* ETA 0.0 seconds", log)
+    assert f"next: python sample.py {directory}" in log
+
+
+def test_by_default_a_run_logs_about_a_hundred_lines_and_one_a_minute(
+    tmp_path, shards, monkeypatch, new_log
+):
+    def steps_of_run(steps):
+        argv = run_flags(shards, tmp_path / "run", "--eval_every 0", steps=steps)
+        at = argv.index("--log_every")
+        assert train.command_line(argv[:at] + argv[at + 2 :]) == 0
+        return logged_steps(new_log())
+
+    assert (log.LOG_LINES, log.LOG_SECONDS) == (100, 60)
+    monkeypatch.setattr(log, "LOG_LINES", 6)
+    assert steps_of_run(6) == [1, 2, 3, 4, 5, 6]
+    assert steps_of_run(13) == [7, 9, 12, 13]  # every third
+    monkeypatch.setattr(log, "LOG_SECONDS", 0.0)
+    assert steps_of_run(15) == [14, 15]
+
+
+@pytest.mark.parametrize(
+    "flags, loops_vary",
+    (
+        ("--n_loops 2", True),
+        ("--n_loops 1", False),
+        ("--n_loops 1 --random_loops", True),
+        (f"--set {SMALL},act=false", False),
+    ),
+    ids=("two loops", "one loop", "random loops", "no halting"),
+)
+def test_log_explains_once_its_columns_and_has_those_that_vary(
+    train_small, new_log, flags, loops_vary
+):
+    train_small("--eval_every 0", flags, steps=2)
+    lines = new_log().splitlines()
+    (meanings,) = [line for line in lines if "columns of a step" in line]
+    assert ("loops (" in meanings) == loops_vary
+    assert "balance (" in meanings
+    for line in lines:
+        if "| loss " in line:
+            assert (" loops |" in line) == loops_vary
+            assert " balance " in line
+            assert line.count(" | ") == meanings.count(" (")
+
+
+def test_every_line_of_a_run_is_printable_whatever_its_files_are_called(
+    shards, train_small, capsys
+):
+    name = "a\x1b[2J\r\n99:99:99 forged \u202e\udcff"
+    directory = train_small("--sample_every 9", ckpt=name, steps=2)
+    assert train.command_line(run_flags(shards, directory, "--dry_run")) == 0
+    (directory / "spider-step2.pt").write_bytes(b"no checkpoint")
+    assert train.command_line(run_flags(shards, directory)) == 2
+    lines = "\n".join(capsys.readouterr()).split("\n")
+    assert sum("99:99:99 forged" in line for line in lines) > 3
+    assert any("next: python sample.py '" in line for line in lines)
+    assert not any(line.startswith("99:99:99") or not line.isprintable() for line in lines)
+
+
+# --------------------------------------------------------------------------------------------------
+# Commands in the log can be pasted
+
+DIRECTORIES = pytest.mark.parametrize("name", ("my dir; touch X", "--lr", "a'b"))
+
+
+@DIRECTORIES
+def test_a_flag_in_the_log_is_parsed_to_the_same_value(name):
+    values = dict(data_dir=name, keep_best=False, engram_reset=False, reset_steps=True)
+    words = [log.as_argument(flag, value) for flag, value in values.items()]
+    flags = parse_args(shlex.split(" ".join(words)), {}).flags
+    assert {flag: getattr(flags, flag) for flag in values} == values
+
+
+@DIRECTORIES
+def test_the_command_of_an_odd_step_shows_its_batch(name):
+    plan = settled("--model", "tiny", f"--data_dir={name}", "--seq_len", "32", "--micro_batch", "4")
+    line = log.odd_step_line(RunProgress(step=3, bytes_seen=3 * 4 * 32), plan)
+    argv = shlex.split(line.partition("its batch: python ")[2])
+    args = data.parse_args(argv[1:])
+    assert argv[0] == "data.py" and args.directory in (name, f"./{name}")
+    assert (args.seq_len, args.first, args.count) == (32, 8, 4)
