@@ -528,7 +528,7 @@ from spider.common import CheckpointError, Diverged, Stopped
 from spider.curves import write_curves
 from spider.distributed import Sharded, World, shard_model, sharding_of
 from spider.fp8 import convert_to_fp8, describe_fp8
-from spider.log import StepLog, describe_plan, log_end
+from spider.log import StepLog, describe_plan, log_end, log_start
 from spider.noise import step_seed
 from spider.optim import Optimizers
 from spider.plan import (
@@ -1039,16 +1039,7 @@ def main(
     saved_step = progress.step if resumes_in_place else -1
     writer = CheckpointWriter(directory, saved, flags.keep_last, flags.keep_best, world, saved_step)
 
-    @cache
-    def flops_per_byte(bytes_per_segment: float, n_loops: int) -> float:
-        return estimate.flops_per_byte(model, bytes_per_segment, n_loops, flags.seq_len)
-
-    cost = flops_per_byte(plan.config.bytes_per_segment, flags.n_loops)
-    logger.info(
-        f"step {progress.step:,} of {last_step:,}, each of {plan.step_bytes:,} bytes; "
-        f"{cost / 1e9:.2g} GFLOP per byte at {plan.config.bytes_per_segment:.2g} bytes per "
-        f"segment; checkpoints in {flags.ckpt_dir}"
-    )
+    log_start(plan, progress, last_step)
     for line in (*warnings, *rise_warning(progress, flags.lr * rate_factor, horizon)):
         logger.warning(line)
     if flags.precision == "fp8" or flags.compile != "off":
@@ -1060,6 +1051,7 @@ def main(
         evaluate_now()  # for the log alone: step 0 is never saved, so it is no best loss
     log = StepLog(plan, world.device, progress, last_step)
     peak = machine.product_rate(world.device) * world.ranks
+    flops_per_byte = cache(partial(estimate.flops_per_byte, model, seq_len=flags.seq_len))
     metrics_file = None
     profiler = None
     if world.is_rank0:
@@ -1190,6 +1182,7 @@ def command_line(argv: list[str] | None = None, model_class: type[Spider] = Spid
             try:
                 with machine.memory_advice(LESS_MEMORY), ExitStack() as closing:
                     status = main(parse_args(argv), world, stop, closing, model_class)
+                    sys.stdout.flush()
             except Stopped as where:
                 number = stop.agreed or stop.asked
                 assert number is not None  # a signal raised Stopped

@@ -115,6 +115,18 @@ LOG_LINES = 100  # without --log_every: about so many lines of steps in a run
 LOG_SECONDS = 60.0  # ... and at least one every so often
 
 
+def log_start(plan: Plan, progress: RunProgress, last_step: int):
+    """Log where a run begins, and what a step costs."""
+    flags = plan.flags
+    length = plan.config.bytes_per_segment
+    cost = estimate.flops_per_byte(plan.model, length, flags.n_loops, flags.seq_len)
+    logger.info(
+        f"step {progress.step:,} of {last_step:,}, each of {plan.step_bytes:,} bytes; "
+        f"{cost / 1e9:.2g} GFLOP per byte at {length:.2g} bytes per segment; checkpoints in "
+        f"{flags.ckpt_dir}"
+    )
+
+
 class Column(NamedTuple):
     """A column of a step's line in the log."""
 
