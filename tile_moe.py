@@ -5,7 +5,7 @@
     triton    the same by spider/grouped_triton.py, for GPUs on which torch's product is a loop
     tile      like grouped, with gating, sorting, expanding and reducing by DeepSeek's TileKernels
 
-No backend drops a token; an expert may get none or all of them. Expert -1 means none.
+No backend drops a token; an expert may get none or all of them.
 
 Shapes end the names of tensors, `topk_idx_NK`:
 
@@ -137,7 +137,7 @@ def find_obstacle(
             if backend == "triton":
                 wrong = find_wrong(check_product(triton_product, device, config, dtype))
             else:
-                wrong = find_wrong(check_operations(operations(), device, config, dtype))
+                wrong = find_wrong(check_operations(device, config, dtype))
         if wrong:
             obstacle = f"{kernels} computes wrong results on this GPU: {wrong}"
     except ImportError as fault:
@@ -158,60 +158,48 @@ def find_obstacle(
 
 
 def check_operations(
-    ops: Any, device: torch.device, config: SpiderConfig, dtype: torch.dtype
+    device: torch.device, config: SpiderConfig, dtype: torch.dtype
 ) -> Iterator[Check]:
-    """Compare TileKernels' six operations with plain torch.
+    """Compare TileKernels' six operations, as `tile` uses them, with plain torch.
 
-    The data has ties, zero weights and slots without an expert. It is large enough for several SMs,
-    and all sums are exact. ops: the module of the operations. dtype: of the rows.
+    The scores have ties. There are rows enough for several SMs, and all their sums are exact.
+    dtype: of the rows.
     """
     tokens = 1000
     experts = config.n_routed_experts
     k = config.n_experts_per_tok
     generator = torch.Generator().manual_seed(0)
 
-    def draw(low: int, high: int, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.randint(low, high, shape, generator=generator).to(device, dtype)
+    def draw(low: int, high: int, *shape: int) -> Tensor:
+        return torch.randint(low, high, shape, generator=generator).to(device)
 
-    score_NE = draw(0, 8, tokens, experts)
-    topk_idx_NK = _topk_gate(score_NE, k)
-    yield Check("topk_gate", ops.topk_gate(score_NE, k), topk_idx_NK)
+    score_NE = draw(0, 8, tokens, experts).float()
+    no_bias_E = torch.zeros(experts, device=device)
+    topk_idx_NK, weights_NK = route(score_NE, no_bias_E, k, "grouped")
+    their_topk_idx_NK, their_weights_NK = route(score_NE, no_bias_E, k, "tile")
+    yield Check("topk_gate", their_topk_idx_NK, topk_idx_NK)
+    yield Check("normalize_weight", their_weights_NK, weights_NK, 1e-5)
 
-    weights_NK = draw(0, 2, tokens, k)
-    total_N = weights_NK.sum(-1) + 1e-20
-    their_total_N, their_weights_NK = ops.normalize_weight(weights_NK)
-    yield Check("normalize_weight", their_total_N, total_N, 1e-5)
-    normalized_NK = weights_NK / total_N[:, None]
-    yield Check("normalize_weight", their_weights_NK, normalized_NK, 1e-5)
+    counted_NK = topk_idx_NK.masked_fill(draw(0, 8, tokens, k) == 0, -1)
+    load_E = _count_slots(counted_NK, experts) * (experts / (tokens * k))
+    yield Check("aux_fi", operations().aux_fi(counted_NK, experts, k), load_E, 1e-5)
 
-    topk_idx_NK = topk_idx_NK.masked_fill(draw(0, 8, tokens, k) == 0, -1)
-    load_E = _count_slots(topk_idx_NK, experts) * (experts / (tokens * k))
-    yield Check("aux_fi", ops.aux_fi(topk_idx_NK, experts, k), load_E, 1e-5)
-
-    bound = row_bound(tokens * k, experts)
-    mapping = fused_mapping(ops, topk_idx_NK, experts, bound)
-    ours = _rows_by_expert(topk_idx_NK, experts, bound)
-    expert_P = torch.where(ours.slot_P < 0, -1, topk_idx_NK.flatten()[ours.slot_P])
-    row_NK = mapping.row_NK
-    yield Check("get_fused_mapping", mapping.expert_P, expert_P)
-    yield Check("get_fused_mapping", mapping.expert_end_E, ours.expert_end_E)
-    # an expert's slots may have any order, so the set of rows is compared, and each row's expert
-    rows = row_NK.flatten().sort().values
-    yield Check("get_fused_mapping", rows, ours.row_NK.flatten().sort().values)
-    expert_NK = torch.where(row_NK < 0, -1, mapping.expert_P[row_NK])
+    rows = assign_rows(topk_idx_NK, experts, "tile")
+    assert rows is not None
+    row_NK, expert_P, expert_end_E = rows
+    # an expert's slots may have any order
+    expert_NK = torch.bucketize(row_NK, expert_end_E, right=True)
     yield Check("get_fused_mapping", expert_NK, topk_idx_NK)
+    yield Check("get_fused_mapping", expert_P[row_NK], topk_idx_NK)
 
-    has_row_NK = row_NK >= 0
-    x_ND = draw(-8, 9, tokens, config.hidden_size, dtype=dtype)
-    rows_PD = draw(-8, 9, bound, config.hidden_size, dtype=dtype)
-    token_NK = torch.arange(tokens, device=device)[:, None].expand_as(row_NK)
-    expanded_PD = torch.zeros_like(rows_PD).index_copy_(
-        0, row_NK[has_row_NK].long(), x_ND[token_NK[has_row_NK]]
-    )
-    their_expanded_PD = ops.expand_to_fused(x_ND, row_NK, mapping.expert_P)
-    yield Check("expand_to_fused", their_expanded_PD, expanded_PD)
-    reduced_ND = (rows_PD[row_NK] * has_row_NK[..., None]).sum(1)
-    yield Check("reduce_fused", ops.reduce_fused(rows_PD, None, row_NK), reduced_ND)
+    x_ND = draw(-8, 9, tokens, config.hidden_size).to(dtype)
+    rows_PD = draw(-8, 9, len(expert_P), config.hidden_size).to(dtype)
+    # 0 in padding rows
+    expanded_PD = torch.zeros_like(rows_PD)
+    expanded_PD[row_NK.flatten()] = x_ND.repeat_interleave(k, dim=0)
+    yield Check("expand_to_fused", _expand(x_ND, row_NK, expert_P, tile=True), expanded_PD)
+    reduced_ND = _reduce(rows_PD, row_NK, tile=False)
+    yield Check("reduce_fused", _reduce(rows_PD, row_NK, tile=True), reduced_ND)
 
 
 def check_product(
@@ -247,8 +235,8 @@ def check_product(
 
 
 # --------------------------------------------------------------------------------------------------
-# Operations of routing, of TileKernels and in plain torch; none has a gradient. Ties go to the
-# smaller index, and expert -1 is skipped.
+# Operations of routing, of TileKernels and in plain torch. Ties go to the smaller index, and expert
+# -1 is skipped.
 
 
 def operations() -> Any:
@@ -256,21 +244,6 @@ def operations() -> Any:
     import tile_kernels.moe
 
     return tile_kernels.moe
-
-
-class FusedMapping(NamedTuple):
-    """The results of TileKernels' get_fused_mapping that are used here, all int32."""
-
-    expert_P: Tensor  # expert of each row, -1 for padding
-    row_NK: Tensor  # row of each slot, -1 for none
-    expert_end_E: Tensor  # the row after each expert's last one
-
-
-def fused_mapping(ops: Any, topk_idx_NK: Tensor, n_experts: int, n_rows: int) -> FusedMapping:
-    expert_P, _, _, row_NK, _, expert_end_E, *_ = ops.get_fused_mapping(
-        topk_idx_NK, n_experts, n_rows, ALIGNMENT
-    )
-    return FusedMapping(expert_P, row_NK, expert_end_E)
 
 
 def _topk_gate(score_NE: Tensor, k: int) -> Tensor:
@@ -287,39 +260,69 @@ def _count_slots(topk_idx_NK: Tensor, n_experts: int) -> Tensor:
     return count[1:]
 
 
-class SlotRows(NamedTuple):
-    """Which slot is in which row, int64."""
+class ExpertRows(NamedTuple):
+    """The sorted order of tokens' rows, for the backends that sort."""
 
-    row_NK: Tensor  # row of each slot, -1 for slots without an expert
-    slot_P: Tensor  # slot of each row, -1 for padding
-    expert_end_E: Tensor  # the row after each expert's last one
+    row_NK: Tensor  # rows of each token
+    # token of each row, any for padding; for `tile` instead the row's expert, -1 for padding
+    source_P: Tensor
+    expert_end_E: Tensor  # int32, the row after each expert's last one
 
 
-def _rows_by_expert(
-    topk_idx_NK: Tensor, n_experts: int, n_rows: int, at_least: int = 0
-) -> SlotRows:
-    """Assign rows to slots by counting, without a sort or a host sync.
+def assign_rows(topk_idx_NK: Tensor, n_experts: int, backend: str) -> ExpertRows | None:
+    """Sort slots by expert; return None for `loop`, which does not sort.
 
-    n_rows: P. at_least: rows that every expert gets, if only as padding."""
+    Every expert gets rows, if only as padding with weight 0: on sm_100 grouped_mm leaves the weight
+    gradient of a group without rows uninitialized (pytorch issue 172439)."""
+    if backend == "loop":
+        return None
+    if backend == "tile":
+        return _rows_by_tile_kernels(topk_idx_NK, n_experts)
+    return _rows_by_counting(topk_idx_NK, n_experts)
+
+
+def row_bound(slots: int, experts: int) -> int:
+    """Return P, enough rows for any routing of `slots` slots and one more for each expert.
+
+    With fewer, TileKernels would write out of bounds."""
+    return (slots + ALIGNMENT * experts) // ALIGNMENT * ALIGNMENT
+
+
+def _rows_by_tile_kernels(topk_idx_NK: Tensor, n_experts: int) -> ExpertRows:
+    """Assign rows to slots. Some tokens more, which choose each expert once, give each expert a
+    row. These rows then become padding."""
+    tokens, k = topk_idx_NK.shape
+    extra = torch.arange(round_up(n_experts, k), device=topk_idx_NK.device)
+    extra_NK = extra.masked_fill(extra >= n_experts, -1).view(-1, k)
+    expert_P, _, _, row_NK, _, expert_end_E, *_ = operations().get_fused_mapping(
+        torch.cat((topk_idx_NK, extra_NK)),
+        n_experts,
+        row_bound(topk_idx_NK.numel(), n_experts),
+        ALIGNMENT,
+    )
+    extra_rows = row_NK[tokens:].flatten()[:n_experts]
+    expert_P.index_fill_(0, extra_rows.long(), -1)
+    return ExpertRows(row_NK[:tokens], expert_P, expert_end_E)
+
+
+def _rows_by_counting(topk_idx_NK: Tensor, n_experts: int) -> ExpertRows:
+    """Assign rows to slots by counting, without a sort or a host sync."""
     device = topk_idx_NK.device
+    k = topk_idx_NK.shape[1]
     expert_E = torch.arange(n_experts, device=device)
     is_chosen_ES = expert_E[:, None] == topk_idx_NK.flatten()
     rank_ES = is_chosen_ES.cumsum(1)  # of a slot within its expert, from 1 on
     count_E = rank_ES[:, -1]
-    padded_E = ((count_E + (ALIGNMENT - 1)) // ALIGNMENT * ALIGNMENT).clamp_min(at_least)
+    padded_E = ((count_E + (ALIGNMENT - 1)) // ALIGNMENT * ALIGNMENT).clamp_min(ALIGNMENT)
     expert_end_E = padded_E.cumsum(0)
     expert_start_E = expert_end_E - padded_E
-    # In place, since [E, S] is large. Rows count from 1 on here: 0 means that the slot did not
-    # choose this expert, so the sum over experts is the row of the one that it chose, or 0.
-    row_if_chosen_ES = rank_ES.add_(expert_start_E[:, None]).mul_(is_chosen_ES)
-    row_from_1_S = row_if_chosen_ES.sum(0)
-    slot_S = torch.arange(len(row_from_1_S), device=device)
-    slot_from_1 = row_from_1_S.new_full((1 + n_rows,), -1).scatter_(0, row_from_1_S, slot_S)
-    return SlotRows(
-        row_NK=(row_from_1_S - 1).view(topk_idx_NK.shape),
-        slot_P=slot_from_1[1:],
-        expert_end_E=expert_end_E,
-    )
+    # In place, since [E, S] is large. A slot's row is in the line of the expert that it chose, and
+    # the others are 0.
+    row_if_chosen_ES = rank_ES.add_(expert_start_E[:, None] - 1).mul_(is_chosen_ES)
+    row_S = row_if_chosen_ES.sum(0)
+    slot_S = torch.arange(len(row_S), device=device)
+    slot_P = row_S.new_zeros(row_bound(len(row_S), n_experts)).scatter_(0, row_S, slot_S)
+    return ExpertRows(row_S.view(topk_idx_NK.shape), slot_P // k, expert_end_E.int())
 
 
 class _Normalize(torch.autograd.Function):
@@ -336,44 +339,6 @@ class _Normalize(torch.autograd.Function):
         denominator_N, normalized_NK = ctx.saved_tensors
         mean_grad_N1 = (grad_NK * normalized_NK).sum(-1, keepdim=True)
         return (grad_NK - mean_grad_N1) / denominator_N[:, None]
-
-
-class ExpertRows(NamedTuple):
-    """The sorted order of tokens' rows, for the backends that sort."""
-
-    row_NK: Tensor  # rows of each token
-    # token of each row, any for padding; for `tile` instead the row's expert, -1 for padding
-    source_P: Tensor
-    expert_end_E: Tensor  # int32
-
-
-def assign_rows(topk_idx_NK: Tensor, n_experts: int, backend: str) -> ExpertRows | None:
-    """Sort slots by expert; return None for `loop`, which does not sort.
-
-    Every expert gets rows, if only padding with weight 0: on sm_100 grouped_mm leaves the weight
-    gradient of a group without rows uninitialized (pytorch issue 172439)."""
-    if backend == "loop":
-        return None
-    tokens, k = topk_idx_NK.shape
-    bound = row_bound(topk_idx_NK.numel(), n_experts)
-    if backend == "tile":
-        # Some tokens more, which choose each expert once, give each expert a row. These rows then
-        # become padding.
-        extra = torch.arange(round_up(n_experts, k), device=topk_idx_NK.device)
-        extra_NK = extra.masked_fill(extra >= n_experts, -1).view(-1, k)
-        mapping = fused_mapping(operations(), torch.cat((topk_idx_NK, extra_NK)), n_experts, bound)
-        extra_rows = mapping.row_NK[tokens:].flatten()[:n_experts]
-        mapping.expert_P.index_fill_(0, extra_rows.long(), -1)
-        return ExpertRows(mapping.row_NK[:tokens], mapping.expert_P, mapping.expert_end_E)
-    slots = _rows_by_expert(topk_idx_NK, n_experts, bound, at_least=ALIGNMENT)
-    return ExpertRows(slots.row_NK, slots.slot_P.clamp_min(0) // k, slots.expert_end_E.int())
-
-
-def row_bound(slots: int, experts: int) -> int:
-    """Return P, enough rows for any routing of `slots` slots and one more for each expert.
-
-    With fewer, TileKernels would write out of bounds."""
-    return (slots + ALIGNMENT * experts) // ALIGNMENT * ALIGNMENT
 
 
 def _expand(x_ND: Tensor, row_NK: Tensor, source_P: Tensor, tile: bool) -> Tensor:
@@ -616,7 +581,7 @@ def moe_forward(
 
     Differentiable in x, topk_weights and both weights.
 
-    topk_idx: int64, -1 for none. topk_weights: fp32. w_gate_up, w_down: in x's dtype. product: in
+    topk_idx: int64. topk_weights: fp32. w_gate_up, w_down: in x's dtype. product: in
     place of the backend's own. expert_rows: `assign_rows` of topk_idx, if known.
     """
     if len(x_ND) == 1 and not (x_ND.is_cuda or torch.is_grad_enabled()):
@@ -626,9 +591,7 @@ def moe_forward(
     if product is None:
         product = PRODUCTS[backend]
     if expert_rows is None:
-        # slots without an expert are computed by the first one, with weight 0
-        topk_weights_NK = topk_weights_NK.masked_fill(topk_idx_NK < 0, 0)
-        expert_rows = assign_rows(topk_idx_NK.clamp_min(0), len(w_down_EFD), backend)
+        expert_rows = assign_rows(topk_idx_NK, len(w_down_EFD), backend)
     assert expert_rows is not None  # only `loop` has none
     row_NK, source_P, expert_end_E = expert_rows
     tile = backend == "tile"
@@ -662,7 +625,7 @@ def _loop(
         multiply = partial(_multiply_group, product)
     w_gate_EDF, w_up_EDF = w_gate_up_EDG.chunk(2, dim=-1)
     y_ND = torch.zeros_like(x_ND)
-    for expert in topk_idx_NK[topk_idx_NK >= 0].unique().tolist():
+    for expert in topk_idx_NK.unique().tolist():
         token, slot = (topk_idx_NK == expert).nonzero(as_tuple=True)
         rows = x_ND[token]
         hidden = activate(multiply(rows, w_gate_EDF[expert]), multiply(rows, w_up_EDF[expert]))
@@ -682,9 +645,8 @@ def _one_token(
     y_ND = torch.zeros_like(x_ND)
     weights = topk_weights_NK.to(x_ND.dtype).unbind(1)
     for expert, weight in zip(topk_idx_NK[0].tolist(), weights, strict=True):
-        if expert >= 0:
-            gate, up = (x_ND @ w_gate_up_EDG[expert]).chunk(2, dim=-1)
-            y_ND = y_ND + activate(gate, up) @ w_down_EFD[expert] * weight
+        gate, up = (x_ND @ w_gate_up_EDG[expert]).chunk(2, dim=-1)
+        y_ND = y_ND + activate(gate, up) @ w_down_EFD[expert] * weight
     return y_ND
 
 

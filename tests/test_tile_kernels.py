@@ -6,6 +6,7 @@ import re
 import sys
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -15,11 +16,12 @@ import tile_moe
 from conftest import settled
 from spider.common import UsageError
 from spider.config import SpiderConfig
+from spider.kernel_checks import find_wrong
 from stand_in_kernels import INSTALLED, D, E, K, Kernels, kernels
 from tile_moe import (
     BackendError,
-    find_disagreement,
-    find_wrong_product,
+    check_operations,
+    check_product,
     grouped_product,
     operations,
     resolve_backend,
@@ -32,16 +34,19 @@ CPU = torch.device("cpu")
 GPU = torch.device("cuda")
 
 
-@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
+BOTH_DTYPES = pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
+
+
+@BOTH_DTYPES
 def test_the_check_accepts_any_order_inside_an_expert(dtype, kernels):
-    assert find_disagreement(Kernels, CPU, CONFIG, dtype) is None
+    assert find_wrong(check_operations(CPU, CONFIG, dtype)) is None
 
 
 def swap_two_rows(mapping):
-    """Swap the first rows of the first and the last expert."""
+    """Swap the second rows of the first and the last expert."""
     _, _, pos_to_slot, slot_to_pos, expert_start, *_ = mapping
-    first = expert_start[[0, -1]]
-    slot_to_pos.view(-1)[pos_to_slot[first].long()] = first.flip(0)
+    second = expert_start[[0, -1]] + 1
+    slot_to_pos.view(-1)[pos_to_slot[second].long()] = second.flip(0)
     return mapping
 
 
@@ -56,28 +61,27 @@ WRONG = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_the_check_names_the_operation_that_disagrees(name, kernels):
+def test_the_check_names_the_operation_that_disagrees(name, kernels, monkeypatch):
     right = getattr(Kernels, name)
-    broken = type(
-        "Broken", (Kernels,), {name: staticmethod(lambda *args: WRONG[name](right(*args)))}
-    )
-    assert find_disagreement(broken, CPU, CONFIG, torch.float32) == name
+    monkeypatch.setattr(Kernels, name, lambda *args: WRONG[name](right(*args)))
+    assert find_wrong(check_operations(CPU, CONFIG, torch.float32)).startswith(f"{name} is off by ")
 
 
 @INSTALLED
-@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
+@BOTH_DTYPES
 def test_the_check_accepts_the_references_of_tile_kernels(dtype, kernels, monkeypatch):
     """get_fused_mapping has no reference there."""
     ref = importlib.import_module("tile_kernels.torch")
     module = importlib.import_module("tile_kernels.torch.reduce_fused")
     monkeypatch.setattr(module, "elementwise_fma", lambda a, b, c: a * b + c)  # compiled there
     ops = SimpleNamespace(**vars(Kernels) | vars(ref) | dict(topk_gate=ref.stable_topk))
-    assert find_disagreement(ops, CPU, CONFIG, dtype) is None
+    monkeypatch.setattr(tile_moe, "operations", lambda: ops)
+    assert find_wrong(check_operations(CPU, CONFIG, dtype)) is None
 
 
 @pytest.mark.gpu
 @INSTALLED
-@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
+@BOTH_DTYPES
 def test_tile_kernels_pass_the_check_on_a_gpu_from_hopper_on(dtype):
     if torch.cuda.get_device_capability() < tile_moe.TILE_CAPABILITY:
         pytest.skip("an older GPU")
@@ -87,33 +91,29 @@ def test_tile_kernels_pass_the_check_on_a_gpu_from_hopper_on(dtype):
         assert (route(score, torch.zeros(experts, device="cuda"), 2, "tile")[0] < experts).all()
 
 
+def in_place_of_gpu(check, *arguments):
+    return check(*(CPU if argument == GPU else argument for argument in arguments))
+
+
 @pytest.fixture
 def machine(monkeypatch, kernels):
     """Pretend that there is a GPU with TileKernels and Triton, which pass the checks. Attributes of
-    the result change what is found: capability, ops, product, and fault, an error of the device
-    after a check."""
-    found = SimpleNamespace(capability=(9, 0), ops=Kernels, product=grouped_product, fault=None)
+    the result change what is found: capability, product, and fault, an error of the device after a
+    check."""
+    found = SimpleNamespace(capability=(9, 0), product=grouped_product, fault=None)
 
     def synchronize(device):
         if found.fault:
             raise RuntimeError(found.fault)
 
-    monkeypatch.setitem(sys.modules, "spider.grouped_triton", SimpleNamespace(grouped_product=None))
+    triton = SimpleNamespace(grouped_product=lambda *operands: found.product(*operands))
+    monkeypatch.setitem(sys.modules, "spider.grouped_triton", triton)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: found.capability)
     monkeypatch.setattr(torch.cuda, "device", nullcontext)
     monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
-    monkeypatch.setattr(
-        tile_moe,
-        "find_disagreement",
-        lambda ops, device, config, dtype: find_disagreement(found.ops, CPU, config, dtype),
-    )
-    monkeypatch.setattr(
-        tile_moe,
-        "find_wrong_product",
-        lambda product, device, config, dtype: find_wrong_product(
-            found.product, CPU, config, dtype
-        ),
-    )
+    for name in ("check_operations", "check_product"):
+        on_cpu = partial(in_place_of_gpu, getattr(tile_moe, name))
+        monkeypatch.setattr(tile_moe, name, on_cpu)
     found.resolve = lambda name, dtype=torch.bfloat16, config=CONFIG, **more: resolve_backend(
         name, GPU, config, dtype, **more
     )
@@ -173,16 +173,19 @@ def without_empty_experts(grad):
     return torch.where((grad == 0).all((1, 2), keepdim=True), 1e-3, grad)
 
 
-@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
+@BOTH_DTYPES
 def test_the_check_accepts_a_right_product_and_names_what_of_another_is_wrong(dtype):
-    assert find_wrong_product(grouped_product, CPU, CONFIG, dtype) is None
+    def wrong(product) -> str | None:
+        return find_wrong(check_product(product, CPU, CONFIG, dtype))
+
+    assert wrong(grouped_product) is None
     for part, change, named in (
-        ("value", lambda y: y.roll(1, 1), "the product, "),
-        ("rows", lambda g: g * 1.01, "its rows'"),
-        ("weights", lambda g: g.roll(1, 0), "its weights'"),
-        ("weights", without_empty_experts, "its weights'"),
+        ("value", lambda y: y.roll(1, 1), "the value of "),
+        ("rows", lambda g: g * 1.01, "the gradient of rows of "),
+        ("weights", lambda g: g.roll(1, 0), "the gradient of weights of "),
+        ("weights", without_empty_experts, "the gradient of weights of "),
     ):
-        assert find_wrong_product(spoil(part, change), CPU, CONFIG, dtype).startswith(named)
+        assert wrong(spoil(part, change)).startswith(named)
 
 
 def fail_to_compile(*_):
@@ -192,7 +195,11 @@ def fail_to_compile(*_):
 @pytest.mark.parametrize(
     "product, is_installed, expected",
     (
-        (spoil("value", torch.neg), True, "wrong results on this GPU: the product, 32 x 1024"),
+        (
+            spoil("value", torch.neg),
+            True,
+            "computes wrong results on this GPU: the value of",
+        ),
         (fail_to_compile, True, "fails on this GPU: RuntimeError: PTXAS error"),
         (None, False, r"cannot be imported \(ModuleNotFoundError: .*\): pip install triton"),
     ),
@@ -232,10 +239,12 @@ def break_tile_kernels(machine, monkeypatch):
             "// a long source\nCompilation error:\nnvcc fatal   : Unsupported gpu\nCommand:"
         )
 
-    machine.ops = type("Uncompiled", (Kernels,), {"expand_to_fused": refuse})
-    yield "fails on this GPU: RuntimeError: nvcc fatal   : Unsupported gpu"
-    machine.ops = type("Broken", (Kernels,), {"aux_fi": lambda *args: Kernels.aux_fi(*args) * 2})
-    yield "wrong results on this GPU: aux_fi"
+    with monkeypatch.context() as patch:
+        patch.setattr(Kernels, "expand_to_fused", refuse)
+        yield "fails on this GPU: RuntimeError: nvcc fatal   : Unsupported gpu"
+    with monkeypatch.context() as patch:
+        patch.setattr(Kernels, "aux_fi", lambda *args, right=Kernels.aux_fi: right(*args) * 2)
+        yield "wrong results on this GPU: aux_fi"
     monkeypatch.setattr(tile_moe, "operations", operations)
     monkeypatch.setitem(sys.modules, "tile_kernels", None)
     yield r"cannot be imported \(ModuleNotFoundError.*pip install -e \"\.\[tile\]\""
