@@ -312,7 +312,7 @@ class Sharded(Sharding):
             param.local.grad = None if grad is None else grad.to_local()
             param.dtensor.grad = None  # else the next step's gradient would be added to it
         norms = torch._foreach_norm([p.grad for p in params if p.grad is not None])
-        # of all rows once: every replica has them
+        # the square of all rows once: every replica has them
         square = torch.stack(norms).double().square().sum() / self.world.replicas
         sums = self.world.sum(torch.cat((square[None], numbers)))
         return sums[0].sqrt().float(), sums[1:]

@@ -56,7 +56,7 @@ def assign(params: Sequence[ShardedParameter], world: World) -> list[Matrix]:
     candidates: list[tuple[Matrix, range]] = []  # and the ranks that may own each
     for i, param in enumerate(params):
         rows, columns = param.shape[-2:]
-        # of rows, or of matrices of a stack, on each shard
+        # number of rows, or of matrices of a stack, on each shard
         counts = [end - begin for begin, end in pairwise(param.bounds)]
         if len(param.shape) == 2:
             candidates.append((Matrix(i, None, tuple(counts), columns), range(world.ranks)))
@@ -84,9 +84,9 @@ class MatrixAssignment:
     def __init__(self, world: World, params: Sequence[ShardedParameter]):
         self.world = world
         self.matrices = assign(params, world)
-        # of those that are cut into rows, the ones that this replica owns, by the owner's shard
+        # matrices cut into rows that this replica owns, by the owner's shard
         self.split: list[list[Matrix]] = [[] for _ in range(world.shards)]
-        # of those of stacks, the ones that this rank owns
+        # matrices of stacks that this rank owns
         self.stacked: list[Matrix] = []
         for matrix in self.matrices:
             replica, shard = divmod(matrix.owner, world.shards)

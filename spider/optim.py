@@ -47,7 +47,7 @@ class Kind(NamedTuple):
     `adagrad`."""
 
     pattern: str  # regular expression, searched in the parameter's name
-    component: str  # of the table that --dry_run prints
+    component: str  # row of the table that --dry_run prints
     optimizer: str
     read: Read
     rate: float = 1.0  # AdamW's learning rate, relative to that of others
@@ -279,7 +279,7 @@ class Muon(torch.optim.Optimizer):
         The mask is false for a matrix of a stack that has no gradient. It keeps momentum and
         weights. This is decided on the device, since the host would have to wait for it."""
         grads = [p.grad for p in params if p.grad is not None]
-        counts = [p.shape[:-2].numel() for p in params]  # of matrices
+        counts = [p.shape[:-2].numel() for p in params]  # numbers of matrices
         ahead = params[0].new_empty(sum(counts), *params[0].shape[-2:], dtype=self.dtype)
         mask = ahead.new_ones(len(ahead), 1, 1, dtype=torch.bool)
         if any(p.ndim > 2 for p in params):
