@@ -484,9 +484,8 @@ def grouped_product(rows_PD: Tensor, weights_EDF: Tensor, expert_end_E: Tensor) 
     if rows_PD.dtype == torch.float64:
         return multiply_in_turn(rows_PD, weights_EDF, expert_end_E)
     if rows_PD.dtype != torch.bfloat16 and torch.compiler.is_compiling():
-        from spider.uncompiled import grouped_mm
-
-        return grouped_mm(rows_PD, weights_EDF, offs=expert_end_E)
+        # traced, it works only in bf16
+        return torch.compiler.disable(F.grouped_mm)(rows_PD, weights_EDF, offs=expert_end_E)
     return F.grouped_mm(rows_PD, weights_EDF, offs=expert_end_E)
 
 
