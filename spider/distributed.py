@@ -149,7 +149,8 @@ class World:
         store.set(f"gpu{self.rank}", str(torch.cuda.get_device_properties(self.device).uuid))
         gpus = store.multi_get([f"gpu{rank}" for rank in range(self.ranks)])
         store.set(f"read{self.rank}", "")
-        store.wait([f"read{rank}" for rank in range(self.ranks)])  # rank 0 may hold the store
+        if self.is_rank0:  # it may hold the store
+            store.wait([f"read{rank}" for rank in range(self.ranks)])
         shared = [str(rank) for rank, gpu in enumerate(gpus) if gpus.count(gpu) > 1]
         if shared:
             raise UsageError(
