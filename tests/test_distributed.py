@@ -142,6 +142,11 @@ def test_rank_takes_the_gpu_of_its_local_rank_or_the_only_visible_one_and_shares
         assert ("share" in fault) == bool(message)
 
 
+def test_one_process_agrees_with_itself():
+    world = World({})
+    assert world.all(True) and not world.all(False)
+
+
 def test_one_process_reads_each_batch_when_it_is_due():
     read = []
 
