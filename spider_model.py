@@ -385,7 +385,7 @@ class CoreStats(NamedTuple):  # FSDP looks for tensors with gradients in tuples,
     z_loss: Tensor  # router z-loss
     ponder: Tensor  # ACT's loops + remainder, per segment
     mean_loops: Tensor  # loops until halting, per segment
-    load_LE: Tensor  # fp32, tokens per expert relative to an even load, summed over loops
+    count_LE: Tensor  # fp32, tokens per expert, summed over loops
 
 
 class RoutedVisit(NamedTuple):
@@ -576,7 +576,7 @@ class RecurrentCore(nn.Module):
         """Divide the sums over visits by their number, and collect what training adds to the loss
         and logs."""
         sums = self._balance_visits(visits, halting.loops.new_zeros(()))
-        load_LE = sums.load_VE.unflatten(0, (-1, len(self.layers))).sum(0)  # over loops
+        count_LE = sums.count_VE.unflatten(0, (-1, len(self.layers))).sum(0)  # over loops
         visited = len(self.layers) * halting.loops.clamp_min(1e-9)  # 0 loops without segments
         ponder = halting.ponder
         if n_loops > 1:
@@ -588,19 +588,19 @@ class RecurrentCore(nn.Module):
             sums.z_loss / visited,
             ponder,
             halting.loops,
-            load_LE.detach(),
+            count_LE,
         )
 
     def _balance_visits(self, visits: list[RoutedVisit], zero: Tensor) -> Balance:
         """Compute the balance losses of all visits, in order: the layers of a loop side by side.
 
         Visits with equally many rows are computed together. Without routed experts there are no
-        visits, no losses and no load."""
+        visits, no losses and no counts."""
         if not visits:
             return Balance(zero, zero, zero.new_zeros(len(self.layers), 0))
         aux_loss = zero
         z_loss = zero
-        loads = []
+        counts = []
         for _, group in groupby(visits, key=lambda visited: len(visited.score_nE)):
             scores, topk_idx, shares = zip(*group, strict=True)
             group_sums = balance(
@@ -611,8 +611,8 @@ class RecurrentCore(nn.Module):
             )
             aux_loss = aux_loss + group_sums.aux_loss
             z_loss = z_loss + group_sums.z_loss
-            loads.append(group_sums.load_VE)
-        return Balance(aux_loss, z_loss, torch.cat(loads))
+            counts.append(group_sums.count_VE)
+        return Balance(aux_loss, z_loss, torch.cat(counts))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -1109,21 +1109,18 @@ class Spider(DecodingMixin, nn.Module):
     def _without_core(self) -> CoreResult:
         """Return the result of a model with byte layers alone: no segment, all losses zero."""
         zero = self.embed_tokens.new_zeros((), dtype=self.wide_dtype)
-        no_load = zero.new_zeros(0, self.config.n_routed_experts)
-        return CoreResult(0, CoreStats(zero, zero, zero, zero, no_load), zero)
+        no_tokens = zero.new_zeros(0, self.config.n_routed_experts)
+        return CoreResult(0, CoreStats(zero, zero, zero, zero, no_tokens), zero)
 
     def _output(self, logits: Tensor, result: CoreResult) -> SpiderOutput:
         """Make the output of a pass, without losses."""
-        c = self.config
         zero = logits.new_zeros((), dtype=self.wide_dtype)
-        # the load relative to an even one, which is segments * K / E tokens of each expert
-        even_load = result.segments * c.n_experts_per_tok / max(1, c.n_routed_experts)
         observed = result.observed
         return SpiderOutput(
             logits,
             segments=zero + result.segments,
             mean_loops=result.stats.mean_loops.detach(),
-            tokens_per_expert=(result.stats.load_LE * even_load).round(),
+            tokens_per_expert=result.stats.count_LE,
             boundary_counts=zero.new_zeros(0) if observed is None else observed.counts,
         )
 
