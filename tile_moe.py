@@ -344,12 +344,17 @@ def _topk_gate(score_NE: Tensor, k: int) -> Tensor:
     return score_NE.sort(dim=-1, descending=True, stable=True).indices[:, :k].contiguous()
 
 
-def _aux_fi(topk_idx_NK: Tensor, n_experts: int, k: int) -> Tensor:
-    """Return each expert's slots relative to an even load, fp32 [E]."""
+def _count_slots(topk_idx_NK: Tensor, n_experts: int) -> Tensor:
+    """Count the slots of each expert, fp32 [E]."""
     chosen_S = topk_idx_NK.flatten() + 1  # -1 goes to the first count, which is dropped
     count = torch.zeros(n_experts + 1, device=chosen_S.device)
     count.index_add_(0, chosen_S, torch.ones(len(chosen_S), device=chosen_S.device))
-    return count[1:] * (n_experts / (len(topk_idx_NK) * k))
+    return count[1:]
+
+
+def _aux_fi(topk_idx_NK: Tensor, n_experts: int, k: int) -> Tensor:
+    """Return each expert's slots relative to an even load, fp32 [E]."""
+    return _count_slots(topk_idx_NK, n_experts) * (n_experts / (len(topk_idx_NK) * k))
 
 
 class SlotRows(NamedTuple):
@@ -534,22 +539,21 @@ class Balance(NamedTuple):
 
     aux_loss: Tensor  # sum over routings of sum_e f_e P_e
     z_loss: Tensor  # sum over routings of the mean squared log-partition
-    load_VE: Tensor  # f, each expert's tokens relative to an even load
+    count_VE: Tensor  # each expert's tokens, fp32
 
 
 def balance(score_VNE: Tensor, topk_idx_VNK: Tensor, share_VN: Tensor, backend: str) -> Balance:
     """Compute the balance losses of V routings.
 
-    share: each token's weight in the means, 0 for padding. P_e is the mean probability of expert e.
-    f_e is its load, 1 if balanced.
+    share: each token's weight in the means, equal for all but 0 for padding. P_e is the mean
+    probability of expert e. f_e is its load: its tokens relative to an even number of them.
     """
     _, tokens, experts = score_VNE.shape
+    k = topk_idx_VNK.shape[2]
     is_padding_VN = share_VN == 0
-    counted_VNK = topk_idx_VNK.masked_fill(is_padding_VN[:, :, None], -1)
-    load_VE = _loads(counted_VNK, experts, backend)
-    # _loads divides by all rows, padding included: rescale to the shares, which are equal or 0
-    scale_V = tokens * share_VN.amax(1)
-    load_VE = load_VE * scale_V[:, None]
+    count_VE = _counts(topk_idx_VNK.masked_fill(is_padding_VN[:, :, None], -1), experts, backend)
+    # relative to that of all rows, padding included, and then to that of rows with a share
+    load_VE = count_VE * (experts / (tokens * k)) * (tokens * share_VN.amax(1))[:, None]
 
     total_V = share_VN.sum(1).clamp_min(1e-9)
     prob_VNE = score_VNE.softmax(-1)
@@ -557,21 +561,20 @@ def balance(score_VNE: Tensor, topk_idx_VNK: Tensor, share_VN: Tensor, backend: 
     aux_loss = (load_VE / total_V[:, None] * mean_prob_VE).sum()
     squared_VN = score_VNE.logsumexp(-1).square()
     z_loss = share_VN.flatten() @ squared_VN.flatten()
-    return Balance(aux_loss, z_loss, load_VE)
+    return Balance(aux_loss, z_loss, count_VE)
 
 
-def _loads(topk_idx_VNK: Tensor, experts: int, backend: str) -> Tensor:
-    """Return each routing's slots per expert, relative to an even load of N tokens, fp32 [V, E]."""
-    visits, _, k = topk_idx_VNK.shape
-    # TileKernels' aux_fi sums in any order
+def _counts(topk_idx_VNK: Tensor, experts: int, backend: str) -> Tensor:
+    """Count each routing's slots of each expert, fp32 [V, E]."""
+    visits, tokens, k = topk_idx_VNK.shape
+    # TileKernels' aux_fi, which divides by an even load, sums in any order
     if backend == "tile" and not torch.are_deterministic_algorithms_enabled():
-        return torch.stack(
-            [operations().aux_fi(topk_idx_NK, experts, k) for topk_idx_NK in topk_idx_VNK]
-        )
+        loads = [operations().aux_fi(topk_idx_NK, experts, k) for topk_idx_NK in topk_idx_VNK]
+        return (torch.stack(loads) * (tokens * k / experts)).round()
     # all at once, as if every routing had its own experts
     first_expert_V = torch.arange(0, visits * experts, experts, device=topk_idx_VNK.device)
     distinct_VNK = torch.where(topk_idx_VNK < 0, -1, topk_idx_VNK + first_expert_V[:, None, None])
-    return _aux_fi(distinct_VNK.flatten(0, 1), visits * experts, k).view(visits, experts)
+    return _count_slots(distinct_VNK.flatten(0, 1), visits * experts).view(visits, experts)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -586,9 +589,8 @@ def grouped_product(rows_PD: Tensor, weights_EDF: Tensor, expert_end_E: Tensor) 
     if rows_PD.dtype == torch.float64:
         return multiply_in_turn(rows_PD, weights_EDF, expert_end_E)
     if rows_PD.dtype != torch.bfloat16 and torch.compiler.is_compiling():
-        from spider.uncompiled import grouped_mm
-
-        return grouped_mm(rows_PD, weights_EDF, offs=expert_end_E)
+        # traced, it works only in bf16
+        return torch.compiler.disable(F.grouped_mm)(rows_PD, weights_EDF, offs=expert_end_E)
     return F.grouped_mm(rows_PD, weights_EDF, offs=expert_end_E)
 
 

@@ -76,7 +76,7 @@ def sum_segments(
     weights = w_M.new_zeros(rows, 1).index_add(0, row_M, w_M[:, None])
     sums = _SumRows.apply(h, w_M, row_M, rows)
     if open_segment is not None:
-        first_row = row_M.index_select(0, cu_seqlens[:-1])  # of each document's first byte
+        first_row = row_M.index_select(0, cu_seqlens[:-1])  # row of each document's first byte
         open_sums, open_weights = open_segment
         sums = sums.index_add(0, first_row, open_sums)
         weights = weights.index_add(0, first_row, open_weights)
@@ -133,21 +133,17 @@ def unpool_segments(
 
 
 def segment_offsets(
-    b: Tensor, start: Tensor, count: int, open_bytes: Tensor | int = 0, back: int = 0
+    boundary_M: Tensor, start_M: Tensor, count: int, open_bytes: Tensor | int = 0
 ) -> Tensor:
-    """Return each byte's segment offset, its distance from the last boundary: int64 [M].
+    """Return each byte's segment offset, its distance from a boundary: int64 [M].
 
-    It is 0 at the boundary and at most count - 1. start [M]: first byte of each byte's document.
-    open_bytes [M]: in decoding, earlier bytes since the last boundary. `back`: count from that many
-    boundaries before the last."""
-    byte_M = torch.arange(len(b), device=b.device)
-    last_M = last_boundary(b)
-    for _ in range(back):
-        before_last = F.pad(last_M, (1, 0), value=-1)  # the last boundary before each byte
-        last_M = before_last.index_select(0, last_M + (last_M < 0))  # -1 stays -1
-    before_start = start - 1 - open_bytes
-    origin = torch.where(last_M < start, before_start, last_M)
-    return (byte_M - origin).clamp_max(count - 1)
+    It is 0 at the boundary and at most count - 1. boundary_M: see last_boundary. start_M: the first
+    byte of each byte's document, from which bytes before its first boundary count. open_bytes [M]:
+    in decoding, earlier bytes since the last boundary."""
+    byte_M = torch.arange(len(boundary_M), device=boundary_M.device)
+    before_start_M = start_M - 1 - open_bytes
+    origin_M = torch.where(boundary_M < start_M, before_start_M, boundary_M)
+    return (byte_M - origin_M).clamp_max(count - 1)
 
 
 def last_boundary(b: Tensor) -> Tensor:
@@ -155,6 +151,13 @@ def last_boundary(b: Tensor) -> Tensor:
     first."""
     byte_M = torch.arange(len(b), device=b.device)
     return torch.where(b.detach() > 0, byte_M, -1).cummax(0).values
+
+
+def boundary_before_last(b: Tensor) -> Tensor:
+    """Return the boundary before the last one, int64 [M]; -1 before the second."""
+    last_M = last_boundary(b)
+    last_before_M = F.pad(last_M, (1, -1), value=-1)  # not at the byte itself
+    return last_before_M.index_select(0, last_M.clamp_min(0))
 
 
 def last_byte_of(b: Tensor, rows: int) -> Tensor:

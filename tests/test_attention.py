@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from conftest import small_config
-from spider.attention import ALL_ROWS, MLA, Cache, attend_padded
+from spider.attention import ALL_ROWS, MLA, LatentCache, attend_padded
 from spider.packing import Packing
 from stand_in_gpu import stand_in_gpu
 
@@ -71,7 +71,7 @@ def test_a_cache_with_a_window_keeps_only_that_and_masks_the_rest(window, step_l
         packing = Packing.build(
             cu_seqlens, sum(rows), max(rows), small_config(), torch.float64, before=before
         )
-        cache = Cache(buffer, packing, before, window)
+        cache = LatentCache(buffer, packing, before, window).of(0)
         now = (packing.document, packing.position)
         out = cache.attend(q[now], x[now], scale=0.7, value_width=3)
         for document, position, y in zip(*(t.tolist() for t in now), out, strict=True):

@@ -101,7 +101,7 @@ def test_the_threshold_leaves_the_configured_rate_even_if_all_bytes_are_alike(ra
         predicted = spread * torch.randn(16400, 2, generator=generator)
         ends = predictor.boundaries(predicted, ids, position, None)
         assert ends.float().mean() == pytest.approx(rate, rel=0.2), int(predictor.steps)
-        predictor.update(predictor._count(predicted, ids, position), 2.0)
+        predictor.update(predictor.count(predicted, ids, position), 2.0)
     if not spread:
         gaps = ends.nonzero().diff(dim=0).float()
         assert gaps.std() < 0.3 * gaps.mean()  # of random ones they would be alike
@@ -225,31 +225,19 @@ def test_the_gain_is_the_change_of_the_loss_if_bytes_receive_the_segment_before_
 @pytest.mark.parametrize("nats, target", ((2.0, 2.0), (50.0, 3.0), (-50.0, -3.0)))
 def test_a_gain_beyond_three_nats_counts_as_three(nats, target):
     """Bytes 1 and 2 receive their segment instead of zero; a nat weighs half of the loss."""
-    predicted = torch.tensor([[0.0, 0.3]] * 3, requires_grad=True)
-    out, observed = predictor_of(0.25).observe(
-        predicted,
-        torch.full((3,), 65),
-        torch.tensor([0.0, 1.0, 0.0]),
-        packing_of(3),
-        torch.tensor([[0.0], [1.0], [1.0]]),
-        torch.zeros(3, 1),
-    )
-    observed.nat_weight = torch.tensor(0.5)
-    observed.has_label_M = torch.ones(3, dtype=torch.bool)
-    (-0.5 * nats / 2 * out.sum()).backward()
+    gain = torch.full((3,), 0.3, requires_grad=True)
+    unpooled = torch.tensor([[0.0], [1.0], [1.0]])
+    ends = torch.tensor([0.0, 1.0, 0.0])
+    out, zeros = boundaries.GainRegression.apply(unpooled, gain, ends, torch.zeros(3, 1), 0.25)
+    (-0.5 * nats / 2 * out.sum() + 0.5 * zeros.sum()).backward()
     slope = 2 * boundaries.LOSS_WEIGHT * 0.5 / 0.25 * (0.3 - target)
-    torch.testing.assert_close(predicted.grad, torch.tensor([[0, 0], [0, slope], [0, 0]]))
+    torch.testing.assert_close(gain.grad, torch.tensor([0, slope, 0]))
 
 
 def test_surprise_is_fitted_to_losses_up_to_twelve_nats():
-    predictor = predictor_of()
-    predictor.entropy[65] = 0.5
-    predictor.mean_loss.fill_(2.0)
-    predicted = torch.tensor([[0.25, 9.0]] * 3)
-    observed = boundaries.Observed(predicted, torch.full((3,), 65), torch.zeros(0))
     losses = torch.tensor([4.0, 50.0, 4.0])
     has_label = torch.tensor([True, True, False])
-    loss = predictor.surprise_loss(observed, torch.tensor(0.0), losses, has_label)
+    loss = boundaries.surprise_loss(torch.full((3,), 2.75), losses, has_label)
     torch.testing.assert_close(loss, torch.tensor(boundaries.LOSS_WEIGHT * (1.25**2 + 9.25**2)))
 
 

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from conftest import awake, documents, small_config, text
-from spider.attention import ALL_ROWS
+from spider.boundaries import word_ends
 from spider.memory import (
     EngramTable,
     Matches,
@@ -16,9 +16,8 @@ from spider.memory import (
     OutputEngram,
     _Similarity,
     shifted_bytes,
-    word_ends,
 )
-from spider.packing import Packing, document_cu_seqlens
+from spider.packing import ALL_ROWS, Packing, document_cu_seqlens
 from tokenizer import BOS_ID, EOS_ID, PAD_ID
 
 
