@@ -364,7 +364,7 @@ class Halting:
 class CorePass:
     """The inputs of a forward pass through the core, other than the pooled segments z [N, D]."""
 
-    packing: Packing  # of the segments
+    packing: Packing  # packing of the segments
     last_bytes_WN: Tensor  # int64, the last bytes of each segment, see memory.shifted_bytes
     share_N: Tensor  # 1 / segments, 0 for padding rows
     n_loops: int
@@ -459,7 +459,7 @@ class RecurrentCore(nn.Module):
         e_ND = dropped(rms_norm(z_ND), core_pass.dropout, core_pass.noise_N, CORE_INPUT)
         decay_D = self.decay()  # A, the same in every loop
         recalled = self._recall(z_ND, core_pass)
-        states = [LayerState(None, None)] * len(self.layers)
+        states = [LayerState()] * len(self.layers)
         visits: list[RoutedVisit] = []
         h_nD: Tensor | None = None
         for t in range(n_loops):
@@ -916,7 +916,7 @@ class Spider(nn.Module):
         self.compute_dtype = fn(torch.empty(0, dtype=self.compute_dtype)).dtype
         return super()._apply(fn, recurse)
 
-    init_weights = init_weights
+    init_weights = init_weights  # the function above
 
     # ----------------------------------------------------------------------------------------------
     # Forward
@@ -1225,9 +1225,7 @@ class Spider(nn.Module):
     # ----------------------------------------------------------------------------------------------
     # Training
 
-    def cast_weights_once(self):
-        """Cast weights once for all passes inside, see layers.cast_weights_once."""
-        return cast_weights_once(self)
+    cast_weights_once = cast_weights_once
 
     def zero_grad(self, set_to_none: bool = True):
         """Drop all gradients, including those gathered by Engram tables."""

@@ -184,13 +184,6 @@ class SurprisePredictor(nn.Module):
     from is a sum over bytes, so neither micro-batches nor ranks change it. `update` is called once
     per optimizer step."""
 
-    pairs: Tensor  # [V, V], counts of a byte and the next one
-    entropy: Tensor  # [V], nats above the mean, by the last byte
-    histogram: Tensor  # [N_BINS], counts of scores
-    threshold: Tensor  # [1]
-    mean_loss: Tensor  # [1], nats per byte of the last step
-    steps: Tensor  # [1]
-
     def __init__(self, hidden_size: int, vocab_size: int, rate: float):
         super().__init__()
         self.rate = rate
@@ -199,12 +192,14 @@ class SurprisePredictor(nn.Module):
             nn.GELU(),
             WideLinear(hidden_size // 4, 2, bias=True),
         )
-        self.register_buffer("pairs", torch.empty(vocab_size, vocab_size))
-        self.register_buffer("entropy", torch.empty(vocab_size))
-        self.register_buffer("histogram", torch.empty(N_BINS))
-        self.register_buffer("threshold", torch.empty(1))
-        self.register_buffer("mean_loss", torch.empty(1))
-        self.register_buffer("steps", torch.empty(1))
+        # counts of a byte and the next one
+        self.pairs: Tensor = nn.Buffer(torch.empty(vocab_size, vocab_size))
+        # entropy after each byte, in nats above the mean
+        self.entropy: Tensor = nn.Buffer(torch.empty(vocab_size))
+        self.histogram: Tensor = nn.Buffer(torch.empty(N_BINS))  # counts of scores
+        self.threshold: Tensor = nn.Buffer(torch.empty(1))
+        self.mean_loss: Tensor = nn.Buffer(torch.empty(1))  # nats per byte of the last step
+        self.steps: Tensor = nn.Buffer(torch.empty(1))
 
     @torch.no_grad()
     def init_weights(self):

@@ -86,9 +86,6 @@ class EngramTable(nn.Module):
     Gradients of lookups are not in weight.grad but gathered here, until `forget`. Only
     optim.RowwiseAdagrad reads them, by `merged`, and sets `claimed`."""
 
-    multiplier: Tensor  # int64 [longest order], odd
-    prime: Tensor  # int64 [orders, heads], rows of each table
-    offset: Tensor  # int64 [orders, heads], first row of each table
     claimed: bool = False
     warned: ClassVar[bool] = False  # once per process, for any table
 
@@ -99,10 +96,11 @@ class EngramTable(nn.Module):
         self.width = len(orders) * heads * dim
         self.primes = primes_below(rows, len(orders) * heads)
         self.weight = nn.Parameter(torch.empty(sum(self.primes), dim))
-        self.register_buffer("multiplier", torch.empty(max(orders), dtype=torch.int64))
+        self.multiplier: Tensor = nn.Buffer(torch.empty(max(orders), dtype=torch.int64))  # odd
+        # rows of each table, and its first row
         prime = torch.empty(len(orders), heads, dtype=torch.int64)
-        self.register_buffer("prime", prime, persistent=False)
-        self.register_buffer("offset", torch.empty_like(prime), persistent=False)
+        self.prime: Tensor = nn.Buffer(prime, persistent=False)
+        self.offset: Tensor = nn.Buffer(torch.empty_like(prime), persistent=False)
         self.lookups: list[Lookups] = []
         self.sums: Tensor | None = None  # gradients summed by row, [rows, dim]
 
@@ -246,7 +244,6 @@ class MatchMemory(nn.Module):
     """
 
     NOTHING = 3 * 256
-    multiplier: Tensor  # int64 [longest context], odd
 
     def __init__(self, orders: tuple[int, ...], words: tuple[int, ...], occurrences: int = 2):
         super().__init__()
@@ -254,7 +251,7 @@ class MatchMemory(nn.Module):
         self.words = words
         self.occurrences = occurrences
         longest = max((*orders, WORD_BYTES)) if words else max(orders)
-        self.register_buffer("multiplier", torch.empty(longest, dtype=torch.int64))
+        self.multiplier: Tensor = nn.Buffer(torch.empty(longest, dtype=torch.int64))  # odd
 
     def init_hash(self, seed: int):
         """Set the multipliers from `seed`."""

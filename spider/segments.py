@@ -22,8 +22,6 @@ Shapes, as suffixes of names:
     O  segment offsets (see segment_offsets), each with its own row in unpooling
 """
 
-from typing import NamedTuple
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -42,18 +40,13 @@ def pool_segments(h: Tensor, b: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Ten
     return z_ND.to(h.dtype), segment_cu_seqlens
 
 
-class SegmentSums(NamedTuple):
-    """The sums of bytes over each segment: N finished ones, then one open segment per document."""
-
-    sums: Tensor  # [N + B, D], of w_t h_t
-    weights: Tensor  # [N + B, 1], of w_t
-    segment_cu_seqlens: Tensor  # int32 [B + 1], of the finished segments
-
-
 def sum_segments(
     h: Tensor, b: Tensor, cu_seqlens: Tensor, open_segment: tuple[Tensor, Tensor] | None = None
-) -> SegmentSums:
+) -> tuple[Tensor, Tensor, Tensor]:
     """Sum the bytes of each segment: numerator and denominator of pool_segments.
+
+    Returns the sums of w_t h_t [N + B, D] and of w_t [N + B, 1], of the finished segments and then
+    of an open one per document; and segment_cu_seqlens int32 [B + 1] of the finished ones.
 
     open_segment: sums [B, D] and weights [B, 1] of the open segments of a step before, which the
     documents continue. Waits for the device."""
@@ -80,7 +73,7 @@ def sum_segments(
         open_sums, open_weights = open_segment
         sums = sums.index_add(0, first_row, open_sums)
         weights = weights.index_add(0, first_row, open_weights)
-    return SegmentSums(sums, weights, segment_cu_seqlens.to(torch.int32))
+    return sums, weights, segment_cu_seqlens.to(torch.int32)
 
 
 class _SumRows(torch.autograd.Function):

@@ -8,13 +8,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-import train
 from conftest import awake, documents, gradients, small_config, text
-from data import Batch
 from spider import boundaries
 from spider.boundaries import N_BINS, SurprisePredictor
+from spider.memory import shifted_bytes
 from spider.noise import byte_noise
-from spider.optim import Optimizers
 from spider.packing import Packing
 from spider.segments import last_boundary
 from spider_model import Spider
@@ -42,6 +40,24 @@ def packing_of(length: int) -> Packing:
 # Words and FlexiTokens
 
 
+@pytest.mark.parametrize(
+    "given, ends",
+    (
+        (b"to be, or", b"__x__x___"),
+        (b"self.x_1 = f(a2)\n\n  y", b"____x___x___x__x_____"),
+        (b"  ,,", b"____"),
+        ("gr\u00fc\u00df \u4f60\u597d".encode(), b"______x___x__"),
+        (b"a`z{A@Z[0/9:_^", b"_x_x_x_x_x_x_x"),
+        (b"\x80\xe0\xc3\x7f\xbf\xc2\xdf\xff", b"_x_x_x_x"),
+        ("\u0434\u0430\u00a0\u0438\u2026".encode(), b"____x___x__"),
+    ),
+)
+def test_words_end_at_the_first_byte_that_is_not_part_of_a_word(given, ends):
+    ids = torch.tensor(list(given))
+    is_end = boundaries.word_ends(shifted_bytes(ids, torch.arange(len(ids)), 2)).squeeze(0)
+    assert "".join("x" if end else "_" for end in is_end) == ends.decode()
+
+
 def test_no_word_ends_at_the_first_byte_of_a_document():
     ids = torch.tensor([[BOS_ID, *b"ab", EOS_ID, *b" cd.", EOS_ID, *b".e"]])
     model = awake(small_config(boundaries="words")).eval()
@@ -66,7 +82,7 @@ def test_eos_ends_a_segment_and_pad_never_does():
     bias = model.boundary_predictor[2].bias
     bias.data.fill_(-100)
     assert boundaries_of(model, ids).flatten().nonzero().flatten().tolist() == [8, 15]
-    loss = boundaries.boundary_loss(torch.zeros(4), ids[:, -4:], model.config)  # of PAD alone
+    loss = boundaries.boundary_loss(torch.zeros(4), ids[:, -4:], model.config)  # PAD alone
     assert loss == pytest.approx(1 / 3 - 3 * 0.023)
     bias.data.fill_(100)
     assert boundaries_of(model, ids).flatten().tolist() == [1] * 16 + [0] * 4
@@ -104,7 +120,7 @@ def test_the_threshold_leaves_the_configured_rate_even_if_all_bytes_are_alike(ra
         predictor.update(predictor.count(predicted, ids, position), 2.0)
     if not spread:
         gaps = ends.nonzero().diff(dim=0).float()
-        assert gaps.std() < 0.3 * gaps.mean()  # of random ones they would be alike
+        assert gaps.std() < 0.3 * gaps.mean()  # random gaps would have the two alike
 
 
 # --------------------------------------------------------------------------------------------------
@@ -272,22 +288,3 @@ def test_a_loss_other_than_the_models_leaves_the_gain_without_a_gradient():
     for name, grad in gradients(model).items():
         if name.startswith(PREDICTOR):
             assert grad is None or not grad.any(), name
-
-
-def test_learned_boundaries_find_the_bytes_before_a_surprise(monkeypatch):
-    """A letter at random follows every third digit. Entropies of pairs do not tell, since the
-    digits are 1, 2 and 1."""
-    monkeypatch.setattr(boundaries, "TRUST_BEGINS", 5)
-    monkeypatch.setattr(boundaries, "TRUST_COMPLETE", 10)
-    model = Spider(small_config(boundaries="learned", boundary_rate=0.25)).train()
-    optimizers = Optimizers(model, lr=0.02)
-    generator = torch.Generator().manual_seed(0)
-    for step in range(60):
-        ids = torch.randint(97, 113, (8, 65), generator=generator)
-        ids[:, 1::4] = ord("1")
-        ids[:, 2::4] = ord("2")
-        ids[:, 3::4] = ord("1")
-        batches = [Batch.of(ids[:, :-1], ids[:, 1:], step)]
-        train.step_alone(model, optimizers, batches, train.StepSettings(n_loops=2))
-    share = boundaries_of(model.eval(), ids[:, :-1]).view(8, 16, 4).mean((0, 1))
-    assert share[3] > 0.9 and share[:3].max() < 0.1, share

@@ -1,4 +1,4 @@
-"""Lookup memories: ends of words, addresses of Engram tables, matches in the document, votes on the
+"""Lookup memories: addresses of Engram tables, matches in the document, votes on the
 next byte, the convolution of a segment's memory."""
 
 from itertools import pairwise
@@ -8,7 +8,6 @@ import torch
 import torch.nn.functional as F
 
 from conftest import awake, documents, small_config, text
-from spider.boundaries import word_ends
 from spider.memory import (
     EngramTable,
     Matches,
@@ -19,24 +18,6 @@ from spider.memory import (
 )
 from spider.packing import ALL_ROWS, Packing, document_cu_seqlens
 from tokenizer import BOS_ID, EOS_ID, PAD_ID
-
-
-@pytest.mark.parametrize(
-    "given, ends",
-    (
-        (b"to be, or", b"__x__x___"),
-        (b"self.x_1 = f(a2)\n\n  y", b"____x___x___x__x_____"),
-        (b"  ,,", b"____"),
-        ("gr\u00fc\u00df \u4f60\u597d".encode(), b"______x___x__"),
-        (b"a`z{A@Z[0/9:_^", b"_x_x_x_x_x_x_x"),
-        (b"\x80\xe0\xc3\x7f\xbf\xc2\xdf\xff", b"_x_x_x_x"),
-        ("\u0434\u0430\u00a0\u0438\u2026".encode(), b"____x___x__"),
-    ),
-)
-def test_words_end_at_the_first_byte_that_is_not_part_of_a_word(given, ends):
-    ids = torch.tensor(list(given))
-    is_end = word_ends(shifted_bytes(ids, torch.arange(len(ids)), 2)).squeeze(0)
-    assert "".join("x" if end else "_" for end in is_end) == ends.decode()
 
 
 def as_int64(number: int) -> int:
@@ -166,7 +147,7 @@ def test_votes_add_weights_to_the_logits_of_bytes_that_followed_the_newest_first
                 byte = int(followed[row, context, vote])
                 if 0 <= byte < 256:
                     expected[row, byte] += weights[row, context, vote]
-    # of one vote each, the second row's are for sentinels alone
+    # with one vote each, the second row has votes for sentinels alone
     assert (expected != 0).any(1).all() == (votes > 1)
     torch.testing.assert_close(logits, expected)
 
@@ -179,7 +160,7 @@ def test_a_segments_memory_is_convolved_as_a_sum_over_its_taps():
     width = model.config.hidden_size
     generator = torch.Generator().manual_seed(0)
     h = torch.randn(segments, width, generator=generator)
-    position = torch.cat((torch.arange(12), torch.arange(8)))  # of two documents
+    position = torch.cat((torch.arange(12), torch.arange(8)))  # two documents
     shifted = torch.randint(97, 123, (model.config.longest_order, segments), generator=generator)
     recalled = engram.recall(shifted, position, torch.float32)
     out, scale = engram(h, recalled, ALL_ROWS, None)
