@@ -116,17 +116,15 @@ def nvidia_smi(fields: str) -> str:
     return subprocess.getoutput(f"nvidia-smi --query-gpu={fields} --format=csv,noheader")
 
 
-PACKAGES = ("torch", "triton", "torchao", "bitsandbytes", "tile-kernels")
-
-
 def describe_machine(b: Bench):
     """Print the hardware, versions, and what torch.compile needs."""
     found: dict[str, object] = {"threads": torch.get_num_threads()}
     if b.on_gpu:
         found["GPU"] = torch.cuda.get_device_properties(b.device)
         found["driver, highest clocks"] = nvidia_smi("driver_version,clocks.max.sm,clocks.max.mem")
+    named = ("torch", "triton", "torchao", "bitsandbytes", "tile-kernels")
     for package in metadata.distributions():
-        if package.name in PACKAGES:
+        if package.name in named:
             found[package.name] = package.version
     found["C++ compiler"] = subprocess.getoutput("g++ --version").partition("\n")[0]
     header = os.path.join(sysconfig.get_path("include"), "Python.h")
@@ -222,7 +220,15 @@ def measure_step(b: Bench, *flags: str) -> float:
         "recompilations": graphs["unique_graphs"] - graphs_before,
     }
     if b.on_gpu:
-        row |= memory_of_step(plan)
+        allocated = torch.cuda.max_memory_allocated()
+        reserved = torch.cuda.max_memory_reserved()
+        row |= {
+            "estimated, GB": sum(plan.memory.values()) / 1e9,
+            "allocated, GB": allocated / 1e9,
+            "reserved, GB": reserved / 1e9,
+            "reserved/allocated": reserved / allocated,
+            "clocks": nvidia_smi("clocks.sm,clocks.mem"),
+        }
         row |= profile(b, step)
     batch = f"{plan.flags.micro_batch} x {plan.flags.seq_len}"
     if plan.flags.grad_accum > 1:
@@ -231,19 +237,6 @@ def measure_step(b: Bench, *flags: str) -> float:
     print_table(f"{title}, recompute {plan.flags.recompute}", [row])
     b.rates[kind] = rate
     return rate
-
-
-def memory_of_step(plan: train.Plan) -> dict:
-    """Return the columns of memory and clocks, after steps on a GPU."""
-    allocated = torch.cuda.max_memory_allocated()
-    reserved = torch.cuda.max_memory_reserved()
-    return {
-        "estimated, GB": sum(plan.memory.values()) / 1e9,
-        "allocated, GB": allocated / 1e9,
-        "reserved, GB": reserved / 1e9,
-        "reserved/allocated": reserved / allocated,
-        "clocks": nvidia_smi("clocks.sm,clocks.mem"),
-    }
 
 
 def profile(b: Bench, step: Callable[[], object]) -> dict:
@@ -358,7 +351,10 @@ SECTIONS: dict[str, Callable[[Bench], object]] = {
 
 
 def run(argv: list[str] | None) -> int:
-    """Run sections; return 1 if one fails."""
+    """Run sections; return 1 if one fails.
+
+    After a device assert nothing works in a process: then stop.
+    """
     parser = Parser((train.flag_parser(),), prog="bench.py", description=__doc__)
     parser.add_argument(
         "--only", metavar="NAME,...", help=f"sections to run: {', '.join(SECTIONS)}"
@@ -370,14 +366,7 @@ def run(argv: list[str] | None) -> int:
         raise UsageError(f"--only: {', '.join(unknown)}: not among {', '.join(SECTIONS)}")
     machine.start_log("WARNING")
     machine.keep_freed_memory()
-    return run_sections(Bench(flags), names)
-
-
-def run_sections(b: Bench, names: list[str]) -> int:
-    """Run sections; return 1 if one fails.
-
-    After a device assert nothing works in a process: then stop.
-    """
+    b = Bench(flags)
     status = 0
     for name in names:
         print(f"\n## {name}", flush=True)

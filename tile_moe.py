@@ -5,7 +5,7 @@
     triton    the same by spider/grouped_triton.py, for GPUs on which torch's product is a loop
     tile      like grouped, with gating, sorting, expanding and reducing by DeepSeek's TileKernels
 
-No backend drops a token; an expert may get none or all of them. Expert -1 means none.
+No backend drops a token; an expert may get none or all of them.
 
 Shapes end the names of tensors, `topk_idx_NK`:
 
@@ -18,8 +18,7 @@ Shapes end the names of tensors, `topk_idx_NK`:
 """
 
 import math
-import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -31,6 +30,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from spider.common import SpiderError
+from spider.kernel_checks import Check, find_wrong, first_error, value_and_gradients
 from spider.layers import SwiGLU, WideLinear
 from spider.packing import round_up
 
@@ -135,11 +135,9 @@ def find_obstacle(
     try:
         with torch.cuda.device(device):  # TileKernels allocates its results on the current device
             if backend == "triton":
-                from spider.grouped_triton import grouped_product as product
-
-                wrong = find_wrong_product(product, device, config, dtype)
+                wrong = find_wrong(check_product(triton_product, device, config, dtype))
             else:
-                wrong = find_disagreement(operations(), device, config, dtype)
+                wrong = find_wrong(check_operations(device, config, dtype))
         if wrong:
             obstacle = f"{kernels} computes wrong results on this GPU: {wrong}"
     except ImportError as fault:
@@ -159,104 +157,55 @@ def find_obstacle(
     return obstacle
 
 
-def first_error(fault: Exception) -> str:
-    """Describe an error in one line.
+def check_operations(
+    device: torch.device, config: SpiderConfig, dtype: torch.dtype
+) -> Iterator[Check]:
+    """Compare TileKernels' six operations, as `tile` uses them, with plain torch.
 
-    A compiler prints the source before its errors: then this is the first line with an error.
-    """
-    lines = [line.strip() for line in str(fault).splitlines() if line.strip()]
-    first = lines[0] if lines else ""
-    for line in lines:
-        if re.search(r"(error|fatal)\s*: *\S", line):
-            first = line
-            break
-    return f"{type(fault).__name__}: {first[:200]}".removesuffix(": ")
-
-
-def find_disagreement(
-    ops: Any, device: torch.device, config: SpiderConfig, dtype: torch.dtype
-) -> str | None:
-    """Name the first of TileKernels' six operations that differs from plain torch, or return None.
-
-    The data has ties, zero weights and slots without an expert. It is large enough for several SMs,
-    and all sums are exact. ops: the module of the operations. dtype: of the rows.
+    The scores have ties. There are rows enough for several SMs, and all their sums are exact.
+    dtype: of the rows.
     """
     tokens = 1000
     experts = config.n_routed_experts
     k = config.n_experts_per_tok
     generator = torch.Generator().manual_seed(0)
 
-    def draw(low: int, high: int, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.randint(low, high, shape, generator=generator).to(device, dtype)
+    def draw(low: int, high: int, *shape: int) -> Tensor:
+        return torch.randint(low, high, shape, generator=generator).to(device)
 
-    is_close = partial(torch.allclose, rtol=1e-5, atol=0)
+    score_NE = draw(0, 8, tokens, experts).float()
+    no_bias_E = torch.zeros(experts, device=device)
+    topk_idx_NK, weights_NK = route(score_NE, no_bias_E, k, "grouped")
+    their_topk_idx_NK, their_weights_NK = route(score_NE, no_bias_E, k, "tile")
+    yield Check("topk_gate", their_topk_idx_NK, topk_idx_NK)
+    yield Check("normalize_weight", their_weights_NK, weights_NK, 1e-5)
 
-    score_NE = draw(0, 8, tokens, experts)
-    topk_idx_NK = _topk_gate(score_NE, k)
-    if not torch.equal(ops.topk_gate(score_NE, k), topk_idx_NK):
-        return "topk_gate"
+    counted_NK = topk_idx_NK.masked_fill(draw(0, 8, tokens, k) == 0, -1)
+    load_E = _count_slots(counted_NK, experts) * (experts / (tokens * k))
+    yield Check("aux_fi", operations().aux_fi(counted_NK, experts, k), load_E, 1e-5)
 
-    weights_NK = draw(0, 2, tokens, k)
-    total_N = weights_NK.sum(-1) + 1e-20
-    their_total_N, their_weights_NK = ops.normalize_weight(weights_NK)
-    if not is_close(total_N, their_total_N):
-        return "normalize_weight"
-    if not is_close(weights_NK / total_N[:, None], their_weights_NK):
-        return "normalize_weight"
+    rows = assign_rows(topk_idx_NK, experts, "tile")
+    assert rows is not None
+    row_NK, expert_P, expert_end_E = rows
+    # an expert's slots may have any order
+    expert_NK = torch.bucketize(row_NK, expert_end_E, right=True)
+    yield Check("get_fused_mapping", expert_NK, topk_idx_NK)
+    yield Check("get_fused_mapping", expert_P[row_NK], topk_idx_NK)
 
-    topk_idx_NK = topk_idx_NK.masked_fill(draw(0, 8, tokens, k) == 0, -1)
-    if not is_close(_aux_fi(topk_idx_NK, experts, k), ops.aux_fi(topk_idx_NK, experts, k)):
-        return "aux_fi"
-
-    bound = row_bound(tokens * k, experts)
-    mapping = fused_mapping(ops, topk_idx_NK, experts, bound)
-    if not _is_right_mapping(mapping, topk_idx_NK, experts):
-        return "get_fused_mapping"
-
-    row_NK = mapping.row_NK
-    has_row_NK = row_NK >= 0
-    x_ND = draw(-8, 9, tokens, config.hidden_size, dtype=dtype)
-    rows_PD = draw(-8, 9, bound, config.hidden_size, dtype=dtype)
-    token_NK = torch.arange(tokens, device=device)[:, None].expand_as(row_NK)
-    expanded_PD = torch.zeros_like(rows_PD).index_copy_(
-        0, row_NK[has_row_NK].long(), x_ND[token_NK[has_row_NK]]
-    )
-    if not torch.equal(ops.expand_to_fused(x_ND, row_NK, mapping.expert_P), expanded_PD):
-        return "expand_to_fused"
-    reduced_ND = (rows_PD[row_NK] * has_row_NK[..., None]).sum(1)
-    if not torch.equal(ops.reduce_fused(rows_PD, None, row_NK), reduced_ND):
-        return "reduce_fused"
-    return None
+    x_ND = draw(-8, 9, tokens, config.hidden_size).to(dtype)
+    rows_PD = draw(-8, 9, len(expert_P), config.hidden_size).to(dtype)
+    # 0 in padding rows
+    expanded_PD = torch.zeros_like(rows_PD)
+    expanded_PD[row_NK.flatten()] = x_ND.repeat_interleave(k, dim=0)
+    yield Check("expand_to_fused", _expand(x_ND, row_NK, expert_P, tile=True), expanded_PD)
+    reduced_ND = _reduce(rows_PD, row_NK, tile=False)
+    yield Check("reduce_fused", _reduce(rows_PD, row_NK, tile=True), reduced_ND)
 
 
-def _is_right_mapping(mapping: "FusedMapping", topk_idx_NK: Tensor, n_experts: int) -> bool:
-    """Compare TileKernels' mapping with one by counting. An expert's slots may have any order."""
-    ours = _rows_by_expert(topk_idx_NK, n_experts, n_rows=len(mapping.expert_P))
-    expert_P = torch.where(ours.slot_P < 0, -1, topk_idx_NK.flatten()[ours.slot_P])
-    if not torch.equal(mapping.expert_P.long(), expert_P):
-        return False
-    if not torch.equal(mapping.expert_end_E.long(), ours.expert_end_E):
-        return False
-    their_rows = mapping.row_NK.flatten().sort().values.long()
-    if not torch.equal(their_rows, ours.row_NK.flatten().sort().values):
-        return False  # else the next line might read out of bounds
-    expert_NK = torch.where(mapping.row_NK < 0, -1, mapping.expert_P[mapping.row_NK])
-    return torch.equal(expert_NK.long(), topk_idx_NK)
-
-
-class ProductResults(NamedTuple):
-    """A grouped product and its gradients, without the rows that belong to no expert."""
-
-    product: Tensor
-    rows_grad: Tensor
-    weights_grad: Tensor
-
-
-def find_wrong_product(
+def check_product(
     product: GroupedProduct, device: torch.device, config: SpiderConfig, dtype: torch.dtype
-) -> str | None:
-    """Name what of a grouped product differs from experts in turn, its value or a gradient, or
-    return None.
+) -> Iterator[Check]:
+    """Compare a grouped product and its gradients with experts in turn.
 
     The shapes are those of the model, with a hundred rows per expert and with a thousand, for which
     a kernel may have other blocks. Expert 1 has no rows. Rows after the last expert's are NaN. All
@@ -275,45 +224,19 @@ def find_wrong_product(
         used = int(expert_end_E[-1])
         expert_end_E = expert_end_E.int().to(device)
         for d, f in ((hidden, 2 * width), (width, hidden)):
-            rows_PD = draw(used + ALIGNMENT, d)
-            weights_EDF = draw(experts, d, f)
+            operands = dict(rows=draw(used + ALIGNMENT, d), weights=draw(experts, d, f))
             upstream_PF = draw(used + ALIGNMENT, f)
-            rows_PD[used:] = math.nan
+            operands["rows"][used:] = math.nan
             upstream_PF[used:] = math.nan
-            operands = (rows_PD, weights_EDF, upstream_PF)
-            ours = _results_of(product, operands, expert_end_E, dtype)
-            exact = _results_of(multiply_in_turn, operands, expert_end_E, torch.float32)
-            for what, result, wanted in zip(
-                ("the product", "its rows' gradient", "its weights' gradient"),
-                ours,
-                exact,
-                strict=True,
+            for check in value_and_gradients(
+                product, multiply_in_turn, operands, upstream_PF, expert_end_E
             ):
-                if not torch.equal(result, wanted):
-                    return f"{what}, {d} x {f}, {used} rows"
-    return None
-
-
-def _results_of(
-    product: GroupedProduct,
-    operands: tuple[Tensor, Tensor, Tensor],
-    expert_end_E: Tensor,
-    dtype: torch.dtype,
-) -> ProductResults:
-    """Compute a grouped product and its gradients in `dtype`; return them in the operands' dtype.
-
-    operands: rows [P, D], weights [E, D, F], the result's gradient [P, F]."""
-    used = int(expert_end_E[-1])
-    rows_PD, weights_EDF, upstream_PF = (t.to(dtype).requires_grad_() for t in operands)
-    y_PF = product(rows_PD, weights_EDF, expert_end_E)
-    rows_grad, weights_grad = torch.autograd.grad(y_PF, (rows_PD, weights_EDF), upstream_PF)
-    results = (y_PF[:used], rows_grad[:used], weights_grad)
-    return ProductResults(*(result.to(operands[0].dtype) for result in results))
+                yield check._replace(name=f"the {check.name} of {used} rows, {d} x {f},")
 
 
 # --------------------------------------------------------------------------------------------------
-# Operations of routing, of TileKernels and in plain torch; none has a gradient. Ties go to the
-# smaller index, and expert -1 is skipped.
+# Operations of routing, of TileKernels and in plain torch. Ties go to the smaller index, and expert
+# -1 is skipped.
 
 
 def operations() -> Any:
@@ -321,21 +244,6 @@ def operations() -> Any:
     import tile_kernels.moe
 
     return tile_kernels.moe
-
-
-class FusedMapping(NamedTuple):
-    """The results of TileKernels' get_fused_mapping that are used here, all int32."""
-
-    expert_P: Tensor  # expert of each row, -1 for padding
-    row_NK: Tensor  # row of each slot, -1 for none
-    expert_end_E: Tensor  # the row after each expert's last one
-
-
-def fused_mapping(ops: Any, topk_idx_NK: Tensor, n_experts: int, n_rows: int) -> FusedMapping:
-    expert_P, _, _, row_NK, _, expert_end_E, *_ = ops.get_fused_mapping(
-        topk_idx_NK, n_experts, n_rows, ALIGNMENT
-    )
-    return FusedMapping(expert_P, row_NK, expert_end_E)
 
 
 def _topk_gate(score_NE: Tensor, k: int) -> Tensor:
@@ -352,44 +260,69 @@ def _count_slots(topk_idx_NK: Tensor, n_experts: int) -> Tensor:
     return count[1:]
 
 
-def _aux_fi(topk_idx_NK: Tensor, n_experts: int, k: int) -> Tensor:
-    """Return each expert's slots relative to an even load, fp32 [E]."""
-    return _count_slots(topk_idx_NK, n_experts) * (n_experts / (len(topk_idx_NK) * k))
+class ExpertRows(NamedTuple):
+    """The sorted order of tokens' rows, for the backends that sort."""
+
+    row_NK: Tensor  # rows of each token
+    # token of each row, any for padding; for `tile` instead the row's expert, -1 for padding
+    source_P: Tensor
+    expert_end_E: Tensor  # int32, the row after each expert's last one
 
 
-class SlotRows(NamedTuple):
-    """Which slot is in which row, int64."""
+def assign_rows(topk_idx_NK: Tensor, n_experts: int, backend: str) -> ExpertRows | None:
+    """Sort slots by expert; return None for `loop`, which does not sort.
 
-    row_NK: Tensor  # row of each slot, -1 for slots without an expert
-    slot_P: Tensor  # slot of each row, -1 for padding
-    expert_end_E: Tensor  # the row after each expert's last one
+    Every expert gets rows, if only as padding with weight 0: on sm_100 grouped_mm leaves the weight
+    gradient of a group without rows uninitialized (pytorch issue 172439)."""
+    if backend == "loop":
+        return None
+    if backend == "tile":
+        return _rows_by_tile_kernels(topk_idx_NK, n_experts)
+    return _rows_by_counting(topk_idx_NK, n_experts)
 
 
-def _rows_by_expert(
-    topk_idx_NK: Tensor, n_experts: int, n_rows: int, at_least: int = 0
-) -> SlotRows:
-    """Assign rows to slots by counting, without a sort or a host sync.
+def row_bound(slots: int, experts: int) -> int:
+    """Return P, enough rows for any routing of `slots` slots and one more for each expert.
 
-    n_rows: P. at_least: rows that every expert gets, if only as padding."""
+    With fewer, TileKernels would write out of bounds."""
+    return (slots + ALIGNMENT * experts) // ALIGNMENT * ALIGNMENT
+
+
+def _rows_by_tile_kernels(topk_idx_NK: Tensor, n_experts: int) -> ExpertRows:
+    """Assign rows to slots. Some tokens more, which choose each expert once, give each expert a
+    row. These rows then become padding."""
+    tokens, k = topk_idx_NK.shape
+    extra = torch.arange(round_up(n_experts, k), device=topk_idx_NK.device)
+    extra_NK = extra.masked_fill(extra >= n_experts, -1).view(-1, k)
+    expert_P, _, _, row_NK, _, expert_end_E, *_ = operations().get_fused_mapping(
+        torch.cat((topk_idx_NK, extra_NK)),
+        n_experts,
+        row_bound(topk_idx_NK.numel(), n_experts),
+        ALIGNMENT,
+    )
+    extra_rows = row_NK[tokens:].flatten()[:n_experts]
+    expert_P.index_fill_(0, extra_rows.long(), -1)
+    return ExpertRows(row_NK[:tokens], expert_P, expert_end_E)
+
+
+def _rows_by_counting(topk_idx_NK: Tensor, n_experts: int) -> ExpertRows:
+    """Assign rows to slots by counting, without a sort or a host sync."""
     device = topk_idx_NK.device
+    k = topk_idx_NK.shape[1]
     expert_E = torch.arange(n_experts, device=device)
     is_chosen_ES = expert_E[:, None] == topk_idx_NK.flatten()
     rank_ES = is_chosen_ES.cumsum(1)  # of a slot within its expert, from 1 on
     count_E = rank_ES[:, -1]
-    padded_E = ((count_E + (ALIGNMENT - 1)) // ALIGNMENT * ALIGNMENT).clamp_min(at_least)
+    padded_E = ((count_E + (ALIGNMENT - 1)) // ALIGNMENT * ALIGNMENT).clamp_min(ALIGNMENT)
     expert_end_E = padded_E.cumsum(0)
     expert_start_E = expert_end_E - padded_E
-    # In place, since [E, S] is large. Rows count from 1 on here: 0 means that the slot did not
-    # choose this expert, so the sum over experts is the row of the one that it chose, or 0.
-    row_if_chosen_ES = rank_ES.add_(expert_start_E[:, None]).mul_(is_chosen_ES)
-    row_from_1_S = row_if_chosen_ES.sum(0)
-    slot_S = torch.arange(len(row_from_1_S), device=device)
-    slot_from_1 = row_from_1_S.new_full((1 + n_rows,), -1).scatter_(0, row_from_1_S, slot_S)
-    return SlotRows(
-        row_NK=(row_from_1_S - 1).view(topk_idx_NK.shape),
-        slot_P=slot_from_1[1:],
-        expert_end_E=expert_end_E,
-    )
+    # In place, since [E, S] is large. A slot's row is in the line of the expert that it chose, and
+    # the others are 0.
+    row_if_chosen_ES = rank_ES.add_(expert_start_E[:, None] - 1).mul_(is_chosen_ES)
+    row_S = row_if_chosen_ES.sum(0)
+    slot_S = torch.arange(len(row_S), device=device)
+    slot_P = row_S.new_zeros(row_bound(len(row_S), n_experts)).scatter_(0, row_S, slot_S)
+    return ExpertRows(row_S.view(topk_idx_NK.shape), slot_P // k, expert_end_E.int())
 
 
 class _Normalize(torch.autograd.Function):
@@ -406,44 +339,6 @@ class _Normalize(torch.autograd.Function):
         denominator_N, normalized_NK = ctx.saved_tensors
         mean_grad_N1 = (grad_NK * normalized_NK).sum(-1, keepdim=True)
         return (grad_NK - mean_grad_N1) / denominator_N[:, None]
-
-
-class ExpertRows(NamedTuple):
-    """The sorted order of tokens' rows, for the backends that sort."""
-
-    row_NK: Tensor  # rows of each token
-    # token of each row, any for padding; for `tile` instead the row's expert, -1 for padding
-    source_P: Tensor
-    expert_end_E: Tensor  # int32
-
-
-def assign_rows(topk_idx_NK: Tensor, n_experts: int, backend: str) -> ExpertRows | None:
-    """Sort slots by expert; return None for `loop`, which does not sort.
-
-    Every expert gets rows, if only padding with weight 0: on sm_100 grouped_mm leaves the weight
-    gradient of a group without rows uninitialized (pytorch issue 172439)."""
-    if backend == "loop":
-        return None
-    tokens, k = topk_idx_NK.shape
-    bound = row_bound(topk_idx_NK.numel(), n_experts)
-    if backend == "tile":
-        # Some tokens more, which choose each expert once, give each expert a row. These rows then
-        # become padding.
-        extra = torch.arange(round_up(n_experts, k), device=topk_idx_NK.device)
-        extra_NK = extra.masked_fill(extra >= n_experts, -1).view(-1, k)
-        mapping = fused_mapping(operations(), torch.cat((topk_idx_NK, extra_NK)), n_experts, bound)
-        extra_rows = mapping.row_NK[tokens:].flatten()[:n_experts]
-        mapping.expert_P.index_fill_(0, extra_rows.long(), -1)
-        return ExpertRows(mapping.row_NK[:tokens], mapping.expert_P, mapping.expert_end_E)
-    slots = _rows_by_expert(topk_idx_NK, n_experts, bound, at_least=ALIGNMENT)
-    return ExpertRows(slots.row_NK, slots.slot_P.clamp_min(0) // k, slots.expert_end_E.int())
-
-
-def row_bound(slots: int, experts: int) -> int:
-    """Return P, enough rows for any routing of `slots` slots and one more for each expert.
-
-    With fewer, TileKernels would write out of bounds."""
-    return (slots + ALIGNMENT * experts) // ALIGNMENT * ALIGNMENT
 
 
 def _expand(x_ND: Tensor, row_NK: Tensor, source_P: Tensor, tile: bool) -> Tensor:
@@ -594,10 +489,18 @@ def grouped_product(rows_PD: Tensor, weights_EDF: Tensor, expert_end_E: Tensor) 
     return F.grouped_mm(rows_PD, weights_EDF, offs=expert_end_E)
 
 
+def triton_product(rows_PD: Tensor, weights_EDF: Tensor, expert_end_E: Tensor) -> Tensor:
+    """Compute grouped_product by the kernels of spider/grouped_triton.py."""
+    from spider.grouped_triton import grouped_product as product
+
+    return product(rows_PD, weights_EDF, expert_end_E)
+
+
 def multiply_in_turn(rows_PD: Tensor, weights_EDF: Tensor, expert_end_E: Tensor) -> Tensor:
     """Compute grouped_product by a loop over experts, in any dtype, for exact references.
 
-    grouped_mm does not support float64. Rows after the last expert's become 0."""
+    grouped_mm does not support float64. Rows after the last expert's become 0, or NaN if they are
+    not finite."""
     *groups, tail = rows_PD.tensor_split(expert_end_E.tolist())
     products = [group @ weight for group, weight in zip(groups, weights_EDF, strict=True)]
     return torch.cat([*products, tail @ torch.zeros_like(weights_EDF[0])])
@@ -653,6 +556,14 @@ def _round_fp8(x: Tensor, dim: int) -> Tensor:
     return (scaled.to(torch.float8_e4m3fn).float() / scale).to(x.dtype)
 
 
+# of the backends that sort rows by expert
+PRODUCTS: dict[str, GroupedProduct] = {
+    "grouped": grouped_product,
+    "triton": triton_product,
+    "tile": grouped_product,
+}
+
+
 def moe_forward(
     x_ND: Tensor,
     topk_idx_NK: Tensor,
@@ -660,7 +571,7 @@ def moe_forward(
     w_gate_up_EDG: Tensor,
     w_down_EFD: Tensor,
     backend: str,
-    product: GroupedProduct = grouped_product,
+    product: GroupedProduct | None = None,
     expert_rows: ExpertRows | None = None,
 ) -> Tensor:
     """Return the weighted sum of each token's experts, y [N, D].
@@ -669,20 +580,17 @@ def moe_forward(
 
     Differentiable in x, topk_weights and both weights.
 
-    topk_idx: int64, -1 for none. topk_weights: fp32. w_gate_up, w_down: in x's dtype. product: one
-    of the two above; `triton` computes the first by its own kernels. expert_rows: `assign_rows` of
-    topk_idx, if known.
+    topk_idx: int64. topk_weights: fp32. w_gate_up, w_down: in x's dtype. product: in
+    place of the backend's own. expert_rows: `assign_rows` of topk_idx, if known.
     """
     if len(x_ND) == 1 and not (x_ND.is_cuda or torch.is_grad_enabled()):
         return _one_token(x_ND, topk_idx_NK, topk_weights_NK, w_gate_up_EDG, w_down_EFD)
     if backend == "loop":
         return _loop(x_ND, topk_idx_NK, topk_weights_NK, w_gate_up_EDG, w_down_EFD, product)
-    if backend == "triton" and product is grouped_product:
-        from spider.grouped_triton import grouped_product as product
+    if product is None:
+        product = PRODUCTS[backend]
     if expert_rows is None:
-        # slots without an expert are computed by the first one, with weight 0
-        topk_weights_NK = topk_weights_NK.masked_fill(topk_idx_NK < 0, 0)
-        expert_rows = assign_rows(topk_idx_NK.clamp_min(0), len(w_down_EFD), backend)
+        expert_rows = assign_rows(topk_idx_NK, len(w_down_EFD), backend)
     assert expert_rows is not None  # only `loop` has none
     row_NK, source_P, expert_end_E = expert_rows
     tile = backend == "tile"
@@ -692,8 +600,14 @@ def moe_forward(
     padding_P = weight_S.new_zeros(len(source_P))
     weight_P = padding_P.scatter_(0, row_NK.flatten().long(), weight_S)
     gate_PF, up_PF = product(rows_PD, w_gate_up_EDG, expert_end_E).chunk(2, dim=-1)
-    hidden_PF = F.silu(gate_PF) * up_PF * weight_P[:, None]  # weighted where rows are narrowest
+    # weighted where rows are narrowest
+    hidden_PF = activate(gate_PF, up_PF) * weight_P[:, None]
     return _Reduce.apply(product(hidden_PF, w_down_EFD, expert_end_E), row_NK, source_P, tile)
+
+
+def activate(gate: Tensor, up: Tensor) -> Tensor:
+    """Activate the hidden rows of an expert as SwiGLU does."""
+    return F.silu(gate) * up
 
 
 def _loop(
@@ -702,18 +616,18 @@ def _loop(
     topk_weights_NK: Tensor,
     w_gate_up_EDG: Tensor,
     w_down_EFD: Tensor,
-    product: GroupedProduct,
+    product: GroupedProduct | None,
 ) -> Tensor:
     """Compute one expert after the other."""
     multiply: Callable[[Tensor, Tensor], Tensor] = torch.matmul
-    if product is not grouped_product:
+    if product is not None:
         multiply = partial(_multiply_group, product)
     w_gate_EDF, w_up_EDF = w_gate_up_EDG.chunk(2, dim=-1)
     y_ND = torch.zeros_like(x_ND)
-    for expert in topk_idx_NK[topk_idx_NK >= 0].unique().tolist():
+    for expert in topk_idx_NK.unique().tolist():
         token, slot = (topk_idx_NK == expert).nonzero(as_tuple=True)
         rows = x_ND[token]
-        hidden = F.silu(multiply(rows, w_gate_EDF[expert])) * multiply(rows, w_up_EDF[expert])
+        hidden = activate(multiply(rows, w_gate_EDF[expert]), multiply(rows, w_up_EDF[expert]))
         weight = topk_weights_NK[token, slot].to(x_ND.dtype)
         y_ND = y_ND.index_add(0, token, multiply(hidden, w_down_EFD[expert]) * weight[:, None])
     return y_ND
@@ -730,9 +644,8 @@ def _one_token(
     y_ND = torch.zeros_like(x_ND)
     weights = topk_weights_NK.to(x_ND.dtype).unbind(1)
     for expert, weight in zip(topk_idx_NK[0].tolist(), weights, strict=True):
-        if expert >= 0:
-            gate, up = (x_ND @ w_gate_up_EDG[expert]).chunk(2, dim=-1)
-            y_ND = y_ND + (F.silu(gate) * up) @ w_down_EFD[expert] * weight
+        gate, up = (x_ND @ w_gate_up_EDG[expert]).chunk(2, dim=-1)
+        y_ND = y_ND + activate(gate, up) @ w_down_EFD[expert] * weight
     return y_ND
 
 
@@ -812,7 +725,7 @@ class MoE(nn.Module):
             w_gate_up_EDG,
             w_down_EFD,
             self.backend,
-            fp8_grouped_product if self.fp8 and self.training else grouped_product,
+            fp8_grouped_product if self.fp8 and self.training else None,
             rows,
         )
         if self.shared is not None:

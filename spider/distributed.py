@@ -22,7 +22,8 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -38,8 +39,6 @@ from spider.memory import EngramTable
 
 if TYPE_CHECKING:  # their import takes most of a second, and one process does not need them
     from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.fsdp import FSDPModule
-    from torch.distributed.tensor import DTensor
 
 # --------------------------------------------------------------------------------------------------
 # Ranks
@@ -48,26 +47,16 @@ if TYPE_CHECKING:  # their import takes most of a second, and one process does n
 def rank_and_count(environ: Mapping[str, str], rank_name: str, count_name: str) -> tuple[int, int]:
     """Return a rank and the number of ranks, (0, 1) by default, from variables of these names.
     Raise WorldError if they contradict one another."""
-    remedy = "start all ranks with torchrun, or unset its variables for a single process"
-    settings = []
-    for name in (rank_name, count_name):
-        value = environ.get(name)
-        if value and not re.fullmatch("[0-9]{1,9}", value):
-            raise WorldError(f"{name}={value} is not a whole number: {remedy}")
-        settings.append(f"{name}={value}" if value else f"{name} is not set")
-    rank = int(environ.get(rank_name) or 0)
-    count = int(environ.get(count_name) or 1)
-    rank_is_missing = count > 1 and not environ.get(rank_name)
-    if rank >= count or rank_is_missing:
-        raise WorldError(f"{', '.join(settings)}: {remedy}")
-    return rank, count
-
-
-class Outcome(NamedTuple):
-    """Outcome of a function on rank 0."""
-
-    result: Any = None
-    error: Exception | None = None
+    count = environ.get(count_name) or "1"
+    rank = environ.get(rank_name) or ("0" if count == "1" else "")
+    are_numbers = all(re.fullmatch("[0-9]{1,9}", text) for text in (rank, count))
+    if not are_numbers or int(rank) >= int(count):
+        settings = [f"{name}={environ.get(name, 'unset')}" for name in (rank_name, count_name)]
+        raise WorldError(
+            f"{', '.join(settings)}: start all ranks with torchrun, or unset its variables for a "
+            f"single process"
+        )
+    return int(rank), int(count)
 
 
 class World:
@@ -159,17 +148,15 @@ class World:
         about its inside."""
         store.set(f"gpu{self.rank}", str(torch.cuda.get_device_properties(self.device).uuid))
         gpus = store.multi_get([f"gpu{rank}" for rank in range(self.ranks)])
+        store.set(f"read{self.rank}", "")
+        store.wait([f"read{rank}" for rank in range(self.ranks)])  # rank 0 may hold the store
         shared = [str(rank) for rank, gpu in enumerate(gpus) if gpus.count(gpu) > 1]
-        if not shared:
-            return
-        store.set(f"told{self.rank}", "")
-        if self.is_rank0:  # it may hold the store
-            store.wait([f"told{rank}" for rank in range(self.ranks)])
-        raise UsageError(
-            f"ranks {', '.join(shared)} of {self.ranks} would share GPUs: start at most one "
-            f"process per GPU of a host (here {torch.cuda.device_count()}), each with its "
-            f"LOCAL_RANK"
-        )
+        if shared:
+            raise UsageError(
+                f"ranks {', '.join(shared)} of {self.ranks} would share GPUs: start at most one "
+                f"process per GPU of a host (here {torch.cuda.device_count()}), each with its "
+                f"LOCAL_RANK"
+            )
 
     def leave(self):
         """Leave the process group, where all ranks do. After an error of one rank the process just
@@ -199,18 +186,18 @@ class World:
         if self.ranks == 1:
             return work()
         result = None
-        broadcast = [Outcome()]  # a list, in which torch puts what it receives
+        broadcast: list[Any] = [None, None]  # result and error; torch receives into it
         if self.is_rank0:
             try:
                 result = work()
-                broadcast[0] = Outcome(tree_map_only(Tensor, lambda t: t.to("meta"), result))
+                broadcast[0] = tree_map_only(Tensor, lambda t: t.to("meta"), result)
             except Exception as fault:
-                broadcast[0] = Outcome(error=fault)
+                broadcast[1] = fault
         dist.broadcast_object_list(broadcast, 0, device=self.device)
-        outcome = broadcast[0]
-        if outcome.error is not None:
-            raise outcome.error
-        return result if self.is_rank0 else outcome.result
+        received, error = broadcast
+        if error is not None:
+            raise error
+        return result if self.is_rank0 else received
 
     def distribute(self, batches: Iterable) -> Iterator[tuple[Any, int]]:
         """Distribute batches over ranks: yield (batch, 1), or (the first batch of all, 0) if this
@@ -257,7 +244,8 @@ class ShardedParameter:
 
 
 class Sharding:
-    """How a model is spread over ranks: not at all, in this base class for one process."""
+    """How a model is spread over ranks, as shards, replicas or both: not at all, in this base class
+    for one process."""
 
     ranks = 1
     params: Sequence[ShardedParameter] = ()
@@ -267,7 +255,7 @@ class Sharding:
         rows."""
         return dict(model.named_parameters())
 
-    def backward(self, model: nn.Module, loss: Tensor, last: bool):
+    def backward(self, model: Any, loss: Tensor, last: bool):
         """Run the backward pass of a micro-step. `loss`: this rank's term of the sum over ranks;
         `last`: whether this is the last micro-step."""
         loss.backward()
@@ -294,8 +282,8 @@ def sharding_of(model: nn.Module) -> Sharding:
 
 
 class Sharded(Sharding):
-    """A model sharded by FSDP: this rank's rows of its parameters, and the collectives of
-    training."""
+    """A model on several ranks by FSDP: this rank's rows of its parameters, and the collectives of
+    training. With one shard each rank has all rows, a replica of the model."""
 
     def __init__(
         self, world: World, params: list[ShardedParameter], replicated: Mapping[str, Tensor]
@@ -312,17 +300,16 @@ class Sharded(Sharding):
             params[param.name] = param.local
         return params
 
-    def backward(self, model: nn.Module, loss: Tensor, last: bool):
-        fsdp_model = cast("FSDPModule", model)
-        fsdp_model.set_requires_gradient_sync(last)
-        fsdp_model.set_reshard_after_backward(last)
+    def backward(self, model: Any, loss: Tensor, last: bool):
+        model.set_requires_gradient_sync(last)
+        model.set_reshard_after_backward(last)
         (loss * self.ranks).backward()  # FSDP takes the mean over ranks
 
     def all_reduce_step(self, params: Sequence[Tensor], numbers: Tensor) -> tuple[Tensor, Tensor]:
         """Also put the gradients of this rank's rows into `grad` of `params`."""
         for param in self.params:
-            grad = param.dtensor.grad
-            param.local.grad = None if grad is None else local_rows(grad)
+            grad: Any = param.dtensor.grad
+            param.local.grad = None if grad is None else grad.to_local()
             param.dtensor.grad = None  # else the next step's gradient would be added to it
         norms = torch._foreach_norm([p.grad for p in params if p.grad is not None])
         # of all rows once: every replica has them
@@ -336,38 +323,32 @@ class Sharded(Sharding):
             dist.all_reduce(table.sum_up().div_(self.ranks))
 
 
-def local_rows(tensor: Tensor) -> Tensor:
-    """Return this rank's rows of a DTensor, in the same memory."""
-    return cast("DTensor", tensor).to_local()
-
-
 # --------------------------------------------------------------------------------------------------
 # Sharding
 
 
-def shard_model(model: nn.Module, world: World, grad_accum: int):
-    """Shard a model that every rank holds whole, and set its `sharding`. With one rank, do
-    nothing."""
+def shard_model(model: Any, world: World, grad_accum: int):
+    """Shard a spider_model.Spider that every rank holds whole, and set its `sharding`. With one
+    rank, do nothing."""
     if world.ranks == 1:
         return
     tables = {m.weight for m in model.modules() if isinstance(m, EngramTable)}
     rows = {name: len(p) for name, p in model.named_parameters() if p.ndim}
     wrap_groups(model, world, tables, grad_accum)
     params = []
-    replicated = {}
+    replicated = dict(model.named_buffers())
     for name, p in model.named_parameters():
         if p in tables:
             replicated[name] = p
             continue
         size = math.ceil(rows[name] / world.shards)
         bounds = [min(shard * size, rows[name]) for shard in range(world.shards + 1)]
-        local = nn.Parameter(local_rows(p).detach())
+        local = nn.Parameter(p.to_local().detach())
         params.append(ShardedParameter(name, p, local, bounds))
-    spider: Any = model  # this package does not import spider_model.Spider
-    spider.sharding = Sharded(world, params, replicated | dict(model.named_buffers()))
+    model.sharding = Sharded(world, params, replicated)
 
 
-def wrap_groups(model: nn.Module, world: World, tables: set[nn.Parameter], grad_accum: int):
+def wrap_groups(model: Any, world: World, tables: set[nn.Parameter], grad_accum: int):
     """Call fully_shard for each group of modules, and have the group's weights cast in its
     forward."""
     from torch.distributed.fsdp import fully_shard
@@ -377,11 +358,10 @@ def wrap_groups(model: nn.Module, world: World, tables: set[nn.Parameter], grad_
     # With gradient accumulation, weights stay gathered and gradients unsharded until the end of the
     # step: that costs memory, but communicates only once per step.
     reshards = grad_accum == 1 and world.shards > 1
-    spider: Any = model  # this package does not import spider_model.Spider
-    spider.casts_early = False
-    core = [] if spider.core is None else [spider.core]
+    model.casts_early = False
+    core = [] if model.core is None else [model.core]
     grouped: set[nn.Module] = set()
-    for group in (*spider.prelude, *core, *spider.coda, model):
+    for group in (*model.prelude, *core, *model.coda, model):
         members = [m for m in group.modules() if m not in grouped]
         grouped.update(members)
         fully_shard(
@@ -392,14 +372,12 @@ def wrap_groups(model: nn.Module, world: World, tables: set[nn.Parameter], grad_
             reshard_after_forward=reshards and group is not model,
         )
         casting = [m for m in members if hasattr(m, "cast_weight")]
-        group.register_forward_pre_hook(
-            lambda *_, casting=casting: cast_weights(casting, spider.compute_dtype)
-        )
+        group.register_forward_pre_hook(partial(cast_weights, model, casting))
 
 
-def cast_weights(modules: Iterable[Any], dtype: torch.dtype):
+def cast_weights(model: Any, modules: Iterable[Any], *_):
     """Cast the weights of an FSDP group after they are gathered, inside its forward. A cast before
     that would be of shards. The gradient of a cast made elsewhere would come too late, and be lost
     silently."""
     for module in modules:
-        module.cast_weight(dtype)
+        module.cast_weight(model.compute_dtype)

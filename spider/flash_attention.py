@@ -7,13 +7,16 @@ windows, and varlen_attn always gives it one.
 """
 
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Iterator
+from itertools import chain
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn import attention
+
+from spider.kernel_checks import Check, find_wrong, first_error, value_and_gradients
 
 TOLERANCE = 0.02  # of values and gradients in bf16, relative to their norm
 
@@ -43,12 +46,12 @@ def choose_flash_attention(device: torch.device, heads: int, width: int, window:
             continue
         try:
             attention.activate_flash_attention_impl(implementation.name)
-            wrong = find_wrong_attention(device, heads, width, 0)
-            if wrong is None and window:
-                wrong = find_wrong_attention(device, heads, width, window)
+            checks = check_attention(device, heads, width, 0)
+            if window:
+                checks = chain(checks, check_attention(device, heads, width, window))
+            wrong = find_wrong(checks)
         except Exception as fault:  # whatever a prototype provokes
-            reason = str(fault).partition("\n")[0]
-            wrong = f"it fails ({type(fault).__name__}: {reason[:200]})"
+            wrong = f"it fails ({first_error(fault)})"
         if wrong is None:
             remarks.append(f"attention by {implementation.name}")
             break
@@ -69,16 +72,9 @@ def is_usable(implementation: Implementation, device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device)[0] in implementation.capabilities
 
 
-class AttentionResults(NamedTuple):
-    value: Tensor
-    grad_q: Tensor
-    grad_k: Tensor
-    grad_v: Tensor
-
-
-def find_wrong_attention(device: torch.device, heads: int, width: int, window: int) -> str | None:
-    """Name what of the active implementation differs from plain products, its value or a gradient,
-    or return None."""
+def check_attention(device: torch.device, heads: int, width: int, window: int) -> Iterator[Check]:
+    """Compare the active implementation and its gradients with plain products. window: in rows, 0
+    for none."""
     from torch.nn.attention.varlen import varlen_attn
 
     lengths = torch.tensor([200, 1, 57, 300])  # of documents
@@ -91,39 +87,30 @@ def find_wrong_attention(device: torch.device, heads: int, width: int, window: i
         numbers = torch.randn(rows, heads, width, generator=generator, device=device)
         return numbers.bfloat16()
 
-    q = draw(width)
-    k = draw(width)
-    upstream = draw(width)
-    wide_v = draw(2 * width)  # of which v is a slice, as a layer's values are
-
-    def compute(
-        attend: Callable[[Tensor, Tensor, Tensor], Tensor], dtype: torch.dtype
-    ) -> AttentionResults:
-        inputs = [t.to(dtype).requires_grad_() for t in (q, k, wide_v)]
-        value = attend(inputs[0], inputs[1], inputs[2][:, :, width:])
-        grads = torch.autograd.grad(value, inputs, upstream.to(dtype))
-        return AttentionResults(value.detach(), *grads)
-
-    def by_kernel(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def by_kernel(q: Tensor, k: Tensor, wide_v: Tensor) -> Tensor:
         out = varlen_attn(
-            q, k, v, cu_seqlens, cu_seqlens, longest, longest, window_size=(window - 1, 0)
+            q,
+            k,
+            wide_v[:, :, width:],
+            cu_seqlens,
+            cu_seqlens,
+            longest,
+            longest,
+            window_size=(window - 1, 0),
         )
         assert isinstance(out, Tensor)  # a tuple only if asked
         return out
 
-    def by_mask(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return attend_by_mask(q, k, v, cu_seqlens, window)
+    def by_mask(q: Tensor, k: Tensor, wide_v: Tensor) -> Tensor:
+        return attend_by_mask(q, k, wide_v[:, :, width:], cu_seqlens, window)
 
-    ours = compute(by_kernel, torch.bfloat16)
-    exact = compute(by_mask, torch.float32)
-    for name, result, wanted in zip(
-        ("value", "gradient of q", "gradient of k", "gradient of v"), ours, exact, strict=True
+    # v is a slice, as a layer's values are
+    operands = dict(q=draw(width), k=draw(width), v=draw(2 * width))
+    within = f" within a window of {window}" if window else ""
+    for check in value_and_gradients(
+        by_kernel, by_mask, operands, draw(width), tolerance=TOLERANCE
     ):
-        off = float((result.float() - wanted).norm() / wanted.norm())
-        if not off <= TOLERANCE:  # also NaN
-            within = f" within a window of {window}" if window else ""
-            return f"its {name} is off by {off:.1%} on this GPU{within}"
-    return None
+        yield check._replace(name=f"its {check.name}{within}")
 
 
 def attend_by_mask(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, window: int = 0) -> Tensor:

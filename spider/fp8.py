@@ -44,13 +44,9 @@ NEVER_FP8 = (
 GRAD_SCALE = 256
 
 
-def named_never_fp8(name: str) -> bool:
-    return any(word in name for word in NEVER_FP8)
-
-
 def takes_fp8(module: nn.Module, name: str) -> bool:
     """Return whether --precision fp8 converts the module of this name."""
-    return isinstance(module, nn.Linear) and not named_never_fp8(name)
+    return isinstance(module, nn.Linear) and not any(word in name for word in NEVER_FP8)
 
 
 def input_scale(linear: nn.Linear) -> float | None:
@@ -60,12 +56,6 @@ def input_scale(linear: nn.Linear) -> float | None:
         return None
     largest = math.sqrt(linear.in_features)
     return 2.0 ** math.floor(math.log2(torch.finfo(torch.float8_e4m3fn).max / largest))
-
-
-def grad_scale(step_bytes: int) -> float:
-    """Return the scale of the gradients of outputs, a power of two, for a loss that is a mean over
-    step_bytes."""
-    return 2.0 ** round(math.log2(GRAD_SCALE * step_bytes))
 
 
 def convert_to_fp8(model: nn.Module, device: torch.device, experts: bool, step_bytes: int):
@@ -82,19 +72,18 @@ def convert_to_fp8(model: nn.Module, device: torch.device, experts: bool, step_b
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
         from torchao.float8.float8_linear import Float8Linear
 
-    input_scales: dict[str, float] = {}
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Linear) and takes_fp8(module, name):
-            scale = input_scale(module)
-            if scale is not None:
-                input_scales[name] = scale
-    grad_scale_value = grad_scale(step_bytes)
     # One tensor for each value, so that a compiled graph has one input for it
-    tensors = {
-        value: torch.full((), value, dtype=torch.float32, device=device)
-        for value in {*input_scales.values(), grad_scale_value}
-    }
+    @cache
+    def on_device(scale: float) -> Tensor:
+        return torch.full((), scale, dtype=torch.float32, device=device)
 
+    input_scales = {
+        name: input_scale(module)
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and takes_fp8(module, name)
+    }
+    # of the gradients of outputs, a power of two
+    grad_scale = on_device(2.0 ** round(math.log2(GRAD_SCALE * step_bytes)))
     config = replace(
         Float8LinearConfig.from_recipe_name("tensorwise"),
         pad_inner_dim=True,
@@ -104,11 +93,12 @@ def convert_to_fp8(model: nn.Module, device: torch.device, experts: bool, step_b
     fp8_linear = fp8_linear_class()
     for name, module in model.named_modules():
         if isinstance(module, Float8Linear):
+            scale = input_scales[name]
             module.__class__ = fp8_linear
             module.build_mm_configs()
             # attributes, not buffers, which would leave fp32 with the model
-            module.scale_of_input = tensors[input_scales[name]] if name in input_scales else None
-            module.scale_of_grad = tensors[grad_scale_value]
+            module.scale_of_input = None if scale is None else on_device(scale)
+            module.scale_of_grad = grad_scale
         elif hasattr(module, "fp8"):  # MoE
             module.fp8 = experts
 
@@ -202,8 +192,8 @@ def fp8_linear_class() -> type[nn.Module]:
 
 def describe_fp8(model: nn.Module, experts: bool) -> str:
     """Describe in one line which Linears FP8 converts. Call it before the conversion."""
-    linears = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
-    kept = [name for name in linears if named_never_fp8(name)]
+    linears = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear)}
+    kept = [name for name, linear in linears.items() if not takes_fp8(linear, name)]
     words = sorted({word for name in kept for word in NEVER_FP8 if word in name})
     line = (
         f"FP8 converts {len(linears) - len(kept)} of {len(linears)} Linears; kept in high "

@@ -29,9 +29,9 @@ import triton.language as tl
 from torch import Tensor
 
 COLUMNS = 128  # of a block of the result
-SMALL = 64  # rows of a block of the result
-LARGE = 128  # the same
-WARPS = {SMALL: 4, LARGE: 8}
+SMALL_BLOCK = 64  # rows of a block of the result
+LARGE_BLOCK = 128
+WARPS = {SMALL_BLOCK: 4, LARGE_BLOCK: 8}
 LARGE_FROM = 512  # rows per expert
 DEPTH = 32  # of a step of a block's sum
 STAGES = 4
@@ -140,13 +140,13 @@ def grouped_product(rows: Tensor, weights: Tensor, expert_end: Tensor) -> Tensor
     rows = rows.contiguous()
     out = rows.new_empty(len(rows), f)
     columns = block_of(f, COLUMNS)
-    height = SMALL
+    height = SMALL_BLOCK
     if len(rows) >= LARGE_FROM * n_experts:
-        height = LARGE
+        height = LARGE_BLOCK
     warps = WARPS[height]
     if rows.dtype == torch.float32:  # its products take no tensor cores, and more registers
-        height = SMALL
-        warps = WARPS[LARGE]
+        height = SMALL_BLOCK
+        warps = WARPS[LARGE_BLOCK]
     product_kernel[f // columns, len(rows) // height + n_experts](
         rows,
         weights,
@@ -175,7 +175,7 @@ def weight_grad(rows: Tensor, grad: Tensor, expert_end: Tensor) -> Tensor:
     d = rows.shape[1]
     f = grad.shape[1]
     out = rows.new_empty(len(expert_end), d, f)
-    height = block_of(d, LARGE)
+    height = block_of(d, LARGE_BLOCK)
     columns = block_of(f, COLUMNS)
     weight_grad_kernel[f // columns, d // height, len(expert_end)](
         rows,
@@ -187,7 +187,7 @@ def weight_grad(rows: Tensor, grad: Tensor, expert_end: Tensor) -> Tensor:
         ROWS=height,
         COLUMNS=columns,
         DEPTH=DEPTH,
-        num_warps=WARPS.get(height, WARPS[SMALL]),
+        num_warps=WARPS.get(height, WARPS[SMALL_BLOCK]),
         num_stages=STAGES,
     )
     return out

@@ -15,7 +15,7 @@ Shapes: n matrices [n, r, c].
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -31,14 +31,14 @@ Shape = tuple[int, ...]
 Work = Callable[[Tensor], Tensor]  # [n, r, c] -> [n, r, c]
 
 
-class UnassignedMatrix(NamedTuple):
-    """A matrix, and the ranks that may own it."""
+class Matrix(NamedTuple):
+    """A matrix, and the rank that orthogonalizes it."""
 
     param: int  # index of the parameter
     in_stack: int | None  # index in its shard's part of a stack; None: a matrix cut into rows
     rows: tuple[int, ...]  # number of its rows on each shard; of a stack, all on one
     columns: int
-    owners: range  # the ranks that may orthogonalize it
+    owner: int = -1  # a rank; -1: not assigned yet
 
     @property
     def cost(self) -> int:
@@ -47,55 +47,34 @@ class UnassignedMatrix(NamedTuple):
         return rows * self.columns * min(rows, self.columns)
 
 
-class AssignedMatrix(NamedTuple):
-    """A matrix, and its owner: the rank that orthogonalizes it. For the first four fields see
-    UnassignedMatrix."""
+def assign(params: Sequence[ShardedParameter], world: World) -> list[Matrix]:
+    """Assign all matrices of parameters: the largest first, each to the rank with the least work so
+    far. Every rank computes the same assignment.
 
-    param: int
-    in_stack: int | None
-    rows: tuple[int, ...]
-    columns: int
-    replica: int  # of the owner
-    shard: int  # of the owner
-
-
-def matrices_of(params: Sequence[ShardedParameter], world: World) -> list[UnassignedMatrix]:
-    """List the matrices of parameters. Any rank may own a matrix that is cut into rows. A matrix of
-    a stack stays on its shard, of which each replica has a rank."""
-    matrices = []
+    Any rank may own a matrix that is cut into rows. A matrix of a stack stays on its shard, of
+    which each replica has a rank."""
+    candidates: list[tuple[Matrix, range]] = []  # and the ranks that may own each
     for i, param in enumerate(params):
         rows, columns = param.shape[-2:]
         # of rows, or of matrices of a stack, on each shard
         counts = [end - begin for begin, end in pairwise(param.bounds)]
         if len(param.shape) == 2:
-            any_rank = range(world.ranks)
-            matrices.append(UnassignedMatrix(i, None, tuple(counts), columns, any_rank))
+            candidates.append((Matrix(i, None, tuple(counts), columns), range(world.ranks)))
             continue
         for shard, count in enumerate(counts):
             rows_here = [0] * world.shards
             rows_here[shard] = rows
             ranks_here = range(shard, world.ranks, world.shards)
-            matrices += [
-                UnassignedMatrix(i, in_stack, tuple(rows_here), columns, ranks_here)
+            candidates += [
+                (Matrix(i, in_stack, tuple(rows_here), columns), ranks_here)
                 for in_stack in range(count)
             ]
-    return matrices
-
-
-def assign(params: Sequence[ShardedParameter], world: World) -> list[AssignedMatrix]:
-    """Assign all matrices of parameters: the largest first, each to the rank with the least work so
-    far. Every rank computes the same assignment."""
     work_of = [0] * world.ranks
     assigned = []
-    for matrix in sorted(matrices_of(params, world), key=lambda matrix: -matrix.cost):
-        owner = min(matrix.owners, key=work_of.__getitem__)
+    for matrix, ranks in sorted(candidates, key=lambda candidate: -candidate[0].cost):
+        owner = min(ranks, key=work_of.__getitem__)
         work_of[owner] += matrix.cost
-        replica, shard = divmod(owner, world.shards)
-        assigned.append(
-            AssignedMatrix(
-                matrix.param, matrix.in_stack, matrix.rows, matrix.columns, replica, shard
-            )
-        )
+        assigned.append(matrix._replace(owner=owner))
     return assigned
 
 
@@ -105,17 +84,17 @@ class MatrixAssignment:
     def __init__(self, world: World, params: Sequence[ShardedParameter]):
         self.world = world
         self.matrices = assign(params, world)
-        self.longer_sides = [max(param.shape[-2:]) for param in params]
         # of those that are cut into rows, the ones that this replica owns, by the owner's shard
-        self.split: list[list[AssignedMatrix]] = [[] for _ in range(world.shards)]
+        self.split: list[list[Matrix]] = [[] for _ in range(world.shards)]
         # of those of stacks, the ones that this rank owns
-        self.stacked: list[AssignedMatrix] = []
+        self.stacked: list[Matrix] = []
         for matrix in self.matrices:
-            if matrix.replica != world.replica:
+            replica, shard = divmod(matrix.owner, world.shards)
+            if replica != world.replica:
                 continue
             if matrix.in_stack is None:
-                self.split[matrix.shard].append(matrix)
-            elif matrix.shard == world.shard:
+                self.split[shard].append(matrix)
+            elif shard == world.shard:
                 self.stacked.append(matrix)
 
     def __call__(self, local: list[Tensor], work: Work) -> list[Tensor]:
@@ -147,7 +126,7 @@ class MatrixAssignment:
         received = self._all_to_all(sent, shapes, empty)
         return [torch.cat(rows) for rows in zip(*received, strict=True)]
 
-    def _return_rows(self, wholes: list[Tensor], empty: Tensor) -> dict[AssignedMatrix, Tensor]:
+    def _return_rows(self, wholes: list[Tensor], empty: Tensor) -> dict[Matrix, Tensor]:
         """Send the rows of the split matrices that this rank owns back to their shards; return its
         own rows of all split matrices of this replica."""
         sent: list[list[Tensor]] = [[] for _ in self.split]
@@ -156,7 +135,7 @@ class MatrixAssignment:
                 sent[shard].append(rows)
         shapes = [shapes_on(self.world.shard, owned) for owned in self.split]
         returned = self._all_to_all(sent, shapes, empty)
-        results: dict[AssignedMatrix, Tensor] = {}
+        results: dict[Matrix, Tensor] = {}
         for owned, parts in zip(self.split, returned, strict=True):
             results |= zip(owned, parts, strict=True)
         return results
@@ -186,16 +165,16 @@ class MatrixAssignment:
         return [cut(chunk, of_shard) for chunk, of_shard in zip(chunks, shapes, strict=True)]
 
     def _exchange_between_replicas(
-        self, results: dict[AssignedMatrix, Tensor], empty: Tensor
-    ) -> dict[AssignedMatrix, Tensor]:
+        self, results: dict[Matrix, Tensor], empty: Tensor
+    ) -> dict[Matrix, Tensor]:
         """Return this rank's rows of the matrices of all replicas, given those of its own."""
         world = self.world
         if world.replicas == 1:
             return {}
-        by_replica: list[list[AssignedMatrix]] = [[] for _ in range(world.replicas)]
+        by_replica: list[list[Matrix]] = [[] for _ in range(world.replicas)]
         for matrix in self.matrices:
             if matrix.rows[world.shard]:
-                by_replica[matrix.replica].append(matrix)
+                by_replica[matrix.owner // world.shards].append(matrix)
         shapes = [shapes_on(world.shard, owned) for owned in by_replica]
         longest = max(total_size(of_replica) for of_replica in shapes)
         owned_here = by_replica[world.replica]
@@ -203,20 +182,20 @@ class MatrixAssignment:
         sending = nn.functional.pad(sending, (0, longest - len(sending)))
         received = list(sending.new_empty(world.replicas, longest))
         dist.all_gather(received, sending, group=world.group("replicas"))
-        exchanged: dict[AssignedMatrix, Tensor] = {}
+        exchanged: dict[Matrix, Tensor] = {}
         for owned, of_replica, padded in zip(by_replica, shapes, received, strict=True):
             parts = cut(padded[: total_size(of_replica)], of_replica)
             exchanged |= zip(owned, parts, strict=True)
         return exchanged
 
 
-def part_of(matrix: AssignedMatrix, local: list[Tensor]) -> Tensor:
+def part_of(matrix: Matrix, local: list[Tensor]) -> Tensor:
     """Return this rank's rows of a matrix, a view of its rows of each parameter."""
     rows = local[matrix.param]
     return rows if matrix.in_stack is None else rows[matrix.in_stack]
 
 
-def shapes_on(shard: int, matrices: list[AssignedMatrix]) -> list[Shape]:
+def shapes_on(shard: int, matrices: list[Matrix]) -> list[Shape]:
     """Return the shapes of a shard's rows of matrices."""
     return [(matrix.rows[shard], matrix.columns) for matrix in matrices]
 
@@ -232,16 +211,22 @@ def cut(flat: Tensor, shapes: list[Shape]) -> list[Tensor]:
     return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
-def apply_in_batches(matrices: list[Tensor], work: Work) -> list[Tensor]:
-    """Apply `work` to matrices, in batches of one shape with at most MOST_TOGETHER elements."""
+def batches_by_shape(tensors: Sequence[Tensor]) -> Iterator[list[int]]:
+    """Yield the indices of tensors whose matrices have one shape, in batches of at most
+    MOST_TOGETHER elements."""
     by_shape: dict[torch.Size, list[int]] = {}
-    for i, matrix in enumerate(matrices):
-        by_shape.setdefault(matrix.shape, []).append(i)
-    out: dict[int, Tensor] = {}
-    for shape, indices in by_shape.items():
-        per_batch = max(1, MOST_TOGETHER // math.prod(shape))
+    for i, tensor in enumerate(tensors):
+        by_shape.setdefault(tensor.shape[-2:], []).append(i)
+    for indices in by_shape.values():
+        per_batch = max(1, MOST_TOGETHER // tensors[indices[0]].numel())
         for first in range(0, len(indices), per_batch):
-            batch = indices[first : first + per_batch]
-            results = work(torch.stack([matrices[i] for i in batch]))
-            out |= zip(batch, results.unbind(), strict=True)
+            yield indices[first : first + per_batch]
+
+
+def apply_in_batches(matrices: list[Tensor], work: Work) -> list[Tensor]:
+    """Apply `work` to matrices, in batches of one shape."""
+    out: dict[int, Tensor] = {}
+    for batch in batches_by_shape(matrices):
+        results = work(torch.stack([matrices[i] for i in batch]))
+        out |= zip(batch, results.unbind(), strict=True)
     return [out[i] for i in range(len(matrices))]

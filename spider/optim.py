@@ -13,6 +13,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from enum import Enum
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -20,10 +21,10 @@ from torch import Tensor, nn
 
 from spider.common import WorldError
 from spider.config import OPTIMIZERS
-from spider.distributed import Sharded, ShardedParameter, Sharding, sharding_of
+from spider.distributed import Sharded, ShardedParameter, sharding_of
 from spider.machine import multiplies_bf16, quiet
 from spider.memory import EngramTable, Lookups
-from spider.muon_ranks import MOST_TOGETHER, MatrixAssignment
+from spider.muon_ranks import MatrixAssignment, batches_by_shape
 from spider.state import SCALE_BLOCK, load_optimizers, optimizer_states
 
 # --------------------------------------------------------------------------------------------------
@@ -163,7 +164,11 @@ class Optimizers:
         betas = (beta1, beta2)
         self.by_name: dict[str, torch.optim.Optimizer] = {}
         if optimizer == "muon":
-            assignment = assignment_of(matrices, self.sharding)
+            assignment = None
+            if isinstance(self.sharding, Sharded):
+                by_local = {param.local: param for param in self.sharding.params}
+                sharded = [by_local[p] for p in matrices]
+                assignment = MatrixAssignment(self.sharding.world, sharded)
             self.by_name["muon"] = Muon(matrices, lr, momentum, weight_decay, assignment)
         else:
             groups[0]["params"] += matrices
@@ -213,14 +218,6 @@ class Optimizers:
 # Muon
 
 
-def assignment_of(matrices: Sequence[nn.Parameter], sharding: Sharding) -> MatrixAssignment | None:
-    """Assign matrices to the ranks that orthogonalize them; None for one process."""
-    if not isinstance(sharding, Sharded):
-        return None
-    by_local = {param.local: param for param in sharding.params}
-    return MatrixAssignment(sharding.world, [by_local[p] for p in matrices])
-
-
 class Muon(torch.optim.Optimizer):
     """Orthogonalized momentum for matrices [r, c] and stacks of them [..., r, c].
 
@@ -242,113 +239,88 @@ class Muon(torch.optim.Optimizer):
         """assignment: which rank orthogonalizes which matrix; None for one rank."""
         super().__init__(params, dict(lr=lr, momentum=momentum, weight_decay=weight_decay))
         self.assignment = assignment
+        matrix = self.param_groups[0]["params"][0]
+        self.dtype = torch.bfloat16 if multiplies_bf16(matrix.device) else torch.float32
 
     @torch.no_grad()
     def step(self) -> None:  # type: ignore[override]  # torch's may also evaluate the loss
         for group in self.param_groups:
-            if self.assignment is None:
-                self._step_alone(group)
-            else:
+            if self.assignment is not None:
                 self._step_assigned(group, self.assignment)
-
-    def _step_alone(self, group: dict):
-        """Step the parameters with a gradient, in batches whose matrices have the same shape."""
-        by_shape: dict[torch.Size, list[Tensor]] = {}
-        for p in group["params"]:
-            if p.grad is not None:
-                by_shape.setdefault(p.shape[-2:], []).append(p)
-        for params in by_shape.values():
-            per_batch = max(1, MOST_TOGETHER // params[0].numel())
-            for first in range(0, len(params), per_batch):
-                self._step_batch(params[first : first + per_batch], group)
-
-    def _buffer(self, p: Tensor) -> Tensor:
-        """Return the momentum of a parameter."""
-        state = self.state[p]
-        if not state:
-            state["momentum_buffer"] = torch.zeros_like(p)
-        return state["momentum_buffer"]
-
-    def _step_batch(self, params: list[Tensor], group: dict):
-        """Step parameters whose matrices have the same shape, as one batch."""
-        lr = group["lr"]
-        momentum = group["momentum"]
-        rows, columns = params[0].shape[-2:]
-        weights = [p.view(-1, rows, columns) for p in params]
-        buffers = [self._buffer(p).view(-1, rows, columns) for p in params]
-        grads = [gradient(p).reshape(-1, rows, columns) for p in params]
-        counts = [len(w) for w in weights]  # of matrices: n in all
-        # Of a stack, a matrix without a gradient keeps momentum and weights. This is decided on the
-        # device, since the host would have to wait for it. None: every matrix has a gradient.
-        mask = None
-        if any(p.ndim > 2 for p in params):
-            mask = torch.cat([has_gradient(g) for g in grads])
-        fresh = 1 - momentum  # the new gradient's part of the momentum
-        if mask is None:
-            torch._foreach_lerp_(buffers, grads, fresh)
-        else:
-            parts = torch.where(mask, fresh, 0.0).to(weights[0].dtype).split(counts)
-            torch._foreach_lerp_(buffers, grads, parts)
-        if lr == 0:  # on a CPU, baddbmm in bf16 returns garbage if both its factors are 0
-            return
-
-        dtype = dtype_of_products(params[0])
-        ahead = weights[0].new_empty(sum(counts), rows, columns, dtype=dtype)
-        for out, grad, buffer in zip(ahead.split(counts), grads, buffers, strict=True):
-            # Nesterov's lerp(grad, buffer, momentum), divided by 1 - momentum: orthogonalization
-            # ignores the scale
-            torch.add(grad, buffer, alpha=momentum / (1 - momentum), out=out)
-        updates = orthogonalize(ahead, mask, -lr * 0.2 * max(rows, columns) ** 0.5)
-        kept = 1 - lr * group["weight_decay"]  # of the weights
-        if mask is None:
-            for p, update in zip(weights, updates.split(counts), strict=True):
-                torch.add(update, p, alpha=kept, out=p)
-        else:
-            factors = torch.where(mask, kept, 1.0).to(weights[0].dtype).split(counts)
-            for p, update, factor in zip(weights, updates.split(counts), factors, strict=True):
-                torch.addcmul(update, p, factor, out=p)
+                continue
+            params = [p for p in group["params"] if p.grad is not None]
+            for indices in batches_by_shape(params):
+                batch = [params[i] for i in indices]
+                ahead, mask = self._look_ahead(batch, group["momentum"])
+                apply_updates(batch, update_of(ahead, mask, group["lr"]), mask, group)
 
     def _step_assigned(self, group: dict, assignment: MatrixAssignment):
         """Step sharded parameters, of which this rank has some rows, or some matrices of a stack.
         All ranks exchange all parameters, with zeros for those without a gradient."""
-        lr = group["lr"]
-        momentum = group["momentum"]
-        ahead = []
-        # for each parameter 1 or 0 per matrix, whether it has a gradient; None: no matrix has one
+        aheads = []
         masks: list[Tensor | None] = []
         for p in group["params"]:
-            dtype = dtype_of_products(p)
             if p.grad is None:
+                aheads.append(torch.zeros_like(p, dtype=self.dtype))
                 masks.append(None)
-                ahead.append(torch.zeros_like(p, dtype=dtype))
                 continue
-            mask = has_gradient(p.grad).to(p.dtype) if p.ndim > 2 else p.new_ones(())
-            buffer = self._buffer(p).lerp_(p.grad, mask * (1 - momentum))
+            ahead, mask = self._look_ahead([p], group["momentum"])
+            aheads.append(ahead.view(p.shape))
             masks.append(mask)
-            ahead.append(p.grad.lerp(buffer, momentum).to(dtype))
-        updates = assignment(ahead, orthogonalize)
-        for p, update, mask, longer_side in zip(
-            group["params"], updates, masks, assignment.longer_sides, strict=True
+        updates = assignment(aheads, partial(update_of, mask=None, lr=group["lr"]))
+        for p, update, known_mask in zip(group["params"], updates, masks, strict=True):
+            if known_mask is not None:
+                apply_updates([p], update * known_mask, known_mask, group)
+
+    def _look_ahead(self, params: list[Tensor], momentum: float) -> tuple[Tensor, Tensor]:
+        """Update the momentum of parameters that have gradients, and matrices of one shape; return
+        the matrices to orthogonalize, [n, r, c], and a mask, bool [n, 1, 1].
+
+        The mask is false for a matrix of a stack that has no gradient. It keeps momentum and
+        weights. This is decided on the device, since the host would have to wait for it."""
+        grads = [p.grad for p in params if p.grad is not None]
+        counts = [p.shape[:-2].numel() for p in params]  # of matrices
+        ahead = params[0].new_empty(sum(counts), *params[0].shape[-2:], dtype=self.dtype)
+        mask = ahead.new_ones(len(ahead), 1, 1, dtype=torch.bool)
+        if any(p.ndim > 2 for p in params):
+            norms = [torch.linalg.vector_norm(grad, dim=(-2, -1)).flatten() for grad in grads]
+            mask = (torch.cat(norms) != 0)[:, None, None]
+        fresh = torch.where(mask, 1 - momentum, 0.0).to(params[0].dtype)
+        for p, grad, out, part in zip(
+            params, grads, ahead.split(counts), fresh.split(counts), strict=True
         ):
-            if mask is not None:
-                p.mul_(1 - mask * (lr * group["weight_decay"]))
-                p.add_(update.to(p.dtype).mul_(mask), alpha=-lr * 0.2 * longer_side**0.5)
+            state = self.state[p]
+            if not state:
+                state["momentum_buffer"] = torch.zeros_like(p)
+            buffer = state["momentum_buffer"].view(out.shape)
+            grad = grad.reshape(out.shape)
+            buffer.lerp_(grad, part)
+            # Nesterov's lerp(grad, buffer, momentum), divided by 1 - momentum: orthogonalization
+            # ignores the scale
+            torch.add(grad, buffer, alpha=momentum / (1 - momentum), out=out)
+        return ahead, mask
 
 
-def gradient(p: Tensor) -> Tensor:
-    """Return the gradient of a parameter that has one."""
-    assert p.grad is not None
-    return p.grad
+def update_of(ahead: Tensor, mask: Tensor | None, lr: float) -> Tensor:
+    """Return what Muon adds to weights, for matrices [n, r, c] from Muon._look_ahead."""
+    if lr == 0:  # on a CPU, baddbmm in bf16 returns garbage if both its factors are 0
+        return torch.zeros_like(ahead)
+    return orthogonalize(ahead, mask, -lr * 0.2 * max(ahead.shape[1:]) ** 0.5)
 
 
-def dtype_of_products(p: Tensor) -> torch.dtype:
-    return torch.bfloat16 if multiplies_bf16(p.device) else torch.float32
+def apply_updates(params: list[Tensor], updates: Tensor, mask: Tensor, group: dict):
+    """Add updates [n, r, c] to parameters. Matrices for which `mask` is true decay."""
+    kept = torch.where(mask, 1 - group["lr"] * group["weight_decay"], 1.0).to(params[0].dtype)
+    counts = [p.shape[:-2].numel() for p in params]
+    for p, update, factor in zip(params, updates.split(counts), kept.split(counts), strict=True):
+        weights = p.view(update.shape)
+        torch.addcmul(update, weights, factor, out=weights)
 
 
-def has_gradient(grads: Tensor) -> Tensor:
-    """Return for each matrix of a stack [n, r, c] whether its gradient is not all zero: bool [n, 1,
-    1]."""
-    return torch.linalg.vector_norm(grads, dim=(1, 2), keepdim=True) != 0
+# Muon's quintic: x -> (A + B g + C g g) x, with the Gram matrix g = x x^T
+A = 3.4445
+B = -4.7750
+C = 2.0315
 
 
 def orthogonalize(matrices: Tensor, mask: Tensor | None = None, scale: float = 1.0) -> Tensor:
@@ -356,8 +328,8 @@ def orthogonalize(matrices: Tensor, mask: Tensor | None = None, scale: float = 1
     quintic, and multiply by `scale`. The result is 0 where `mask`, bool [n, 1, 1], is false. A
     fifth step does not lower the loss (docs/results/learning.md).
 
-    A step is x -> (3.4445 + quintic_polynomial(x x^T)) x. The first one also divides x by its norm,
-    whose square is the trace of x x^T. So normalization takes no extra pass over x."""
+    The first step also divides x by its norm, whose square is the trace of g. So normalization
+    takes no extra pass over x."""
     tall = matrices.shape[1] > matrices.shape[2]
     x = matrices.mT if tall else matrices
     gram = x @ x.mT
@@ -365,20 +337,16 @@ def orthogonalize(matrices: Tensor, mask: Tensor | None = None, scale: float = 1
     norm = trace.sqrt()[:, None, None] + 1e-7
     inverse = 1 / norm if mask is None else mask / norm
     gram = gram * (inverse * inverse).to(gram.dtype)
-    polynomial = quintic_polynomial(gram)
-    polynomial.diagonal(dim1=1, dim2=2).add_(3.4445)
+    polynomial = torch.baddbmm(gram, gram, gram, beta=B, alpha=C)
+    # Each matrix has its own factor here, which baddbmm does not take, so A is added on the
+    # diagonal. In this step that leaves bf16's error at 0.9%; in those below it would double it.
+    polynomial.diagonal(dim1=1, dim2=2).add_(A)
     x = polynomial.mul_(inverse.to(x.dtype)) @ x
     for factor in (1.0, 1.0, scale):
-        polynomial = quintic_polynomial(x @ x.mT)
-        # adding 3.4445 on the diagonal instead would double or triple bf16's error
-        x = torch.baddbmm(x, polynomial, x, beta=3.4445 * factor, alpha=factor)
+        gram = x @ x.mT
+        polynomial = torch.baddbmm(gram, gram, gram, beta=B, alpha=C)
+        x = torch.baddbmm(x, polynomial, x, beta=A * factor, alpha=factor)
     return x.mT if tall else x
-
-
-def quintic_polynomial(gram: Tensor) -> Tensor:
-    """Return -4.7750 g + 2.0315 g g for Gram matrices g [n, r, r]: Muon's polynomial without its
-    constant."""
-    return torch.baddbmm(gram, gram, gram, beta=-4.7750, alpha=2.0315)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -450,19 +418,20 @@ def adamw_8bit(
     inside a block, whose scale would then differ."""
     with quiet():
         import bitsandbytes
-    if not sharded:
-        return bitsandbytes.optim.AdamW8bit(groups, lr=lr, betas=betas)
     whole_sizes = {}
     for param in sharded:
-        whole_sizes[param.local] = math.prod(param.shape)
-        if math.prod(param.shape) >= MIN_8BIT and splits_a_block(param):
+        size = math.prod(param.shape)
+        row = math.prod(param.shape[1:])
+        splits_a_block = any(bound * row % SCALE_BLOCK for bound in param.bounds[1:-1])
+        if size >= MIN_8BIT and splits_a_block:
             raise WorldError(
                 f"--shards {len(param.bounds) - 1} would split a block of {SCALE_BLOCK} numbers of "
                 f"{param.name} {list(param.shape)}, which share a scale in 8-bit AdamW: use other "
                 f"--shards, or --optimizer adamw"
             )
+        whole_sizes[param.local] = size
 
-    class ShardedAdamW8bit(bitsandbytes.optim.AdamW8bit):
+    class AdamW8bit(bitsandbytes.optim.AdamW8bit):
         def get_config(self, gindex, pindex, group):
             p = group["params"][pindex]
             config = super().get_config(gindex, pindex, group)
@@ -473,10 +442,4 @@ def adamw_8bit(
             if p.numel():  # a shard may be empty
                 super().update_step(group, p, gindex, pindex)
 
-    return ShardedAdamW8bit(groups, lr=lr, betas=betas)
-
-
-def splits_a_block(param: ShardedParameter) -> bool:
-    """Return whether a shard of a parameter begins inside a block of 8-bit AdamW."""
-    row = math.prod(param.shape[1:])
-    return any(bound * row % SCALE_BLOCK for bound in param.bounds[1:-1])
+    return AdamW8bit(groups, lr=lr, betas=betas)

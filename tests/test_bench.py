@@ -124,18 +124,6 @@ def test_a_profiler_that_does_not_work_is_a_remark_in_the_table(capsys):
     assert "AssertionError" in bench.profile(bench.Bench(SMALL), lambda: None)["the GPU works, ms"]
 
 
-def test_the_test_of_the_compiler_is_announced_since_it_takes_a_minute(monkeypatch, capsys):
-    def obstacle(device):
-        print("tested")
-        return "no compiler"
-
-    monkeypatch.setattr(machine, "obstacle_to_compile", obstacle)
-    bench.describe_machine(bench.Bench(SMALL))
-    assert "minute" in capsys.readouterr().out.partition("tested")[0]
-    assert bench.main([*SMALL, "--only=compiled"]) == 1
-    assert "minutes" in capsys.readouterr().out.partition("tested")[0]
-
-
 def test_overlapping_kernels_of_a_trace_count_once(tmp_path):
     spans = (
         ("kernel", 1000, 2000),

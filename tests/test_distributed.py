@@ -54,18 +54,20 @@ def run_on(processes, directory, ranks, *argvs, faults=()) -> str:
 
 
 @pytest.mark.parametrize(
-    "environ, message",
+    "environ",
     (
-        (dict(RANK="-1", WORLD_SIZE="2"), "RANK=-1 is not a whole number"),
-        (dict(RANK="2", WORLD_SIZE="2"), "RANK=2, WORLD_SIZE=2"),
-        (dict(WORLD_SIZE="2"), "RANK is not set, WORLD_SIZE=2"),
-        (dict(RANK="0", WORLD_SIZE="0"), "WORLD_SIZE=0"),
-        (dict(WORLD_SIZE="9" * 20), "is not a whole number"),
-        (dict(LOCAL_RANK="1"), "LOCAL_WORLD_SIZE is not set"),
+        dict(RANK="-1", WORLD_SIZE="2"),
+        dict(RANK="2", WORLD_SIZE="2"),
+        dict(WORLD_SIZE="2"),
+        dict(RANK="0", WORLD_SIZE="0"),
+        dict(WORLD_SIZE="9" * 20),
+        dict(LOCAL_RANK="1"),
     ),
+    ids=str,
 )
-def test_contradictory_variables_of_ranks_are_refused(environ, message):
-    with pytest.raises(WorldError, match=f"{message}.*torchrun"):
+def test_contradictory_variables_of_ranks_are_refused(environ):
+    name, value = next(iter(environ.items()))
+    with pytest.raises(WorldError, match=f"{name}={value}.*: start all ranks with torchrun"):
         World(environ)
 
 
@@ -74,7 +76,7 @@ def test_command_line_with_contradictory_variables_is_refused_in_a_line(
 ):
     monkeypatch.setenv("RANK", "3")
     argv = f"--mock_data --dry_run --model tiny --ckpt_dir {tmp_path / 'run'}".split()
-    assert "RANK=3, WORLD_SIZE is not set" in refused(argv, capsys)
+    assert "RANK=3, WORLD_SIZE=unset: start all ranks with torchrun" in refused(argv, capsys)
     assert not list(tmp_path.iterdir())
 
 
@@ -141,11 +143,6 @@ def test_rank_takes_the_gpu_of_its_local_rank_or_the_only_visible_one(
 def test_ranks_that_share_a_gpu_are_all_told_which_before_nccl_starts(monkeypatch):
     joined = join_on_gpus(monkeypatch, ["GPU-a", "GPU-b", "GPU-a"], visible=2)
     assert {fault.partition(":")[0] for _, fault in joined} == {"ranks 0, 2 of 3 would share GPUs"}
-
-
-def test_one_process_agrees_with_itself():
-    world = World({})
-    assert world.all(True) and not world.all(False)
 
 
 def test_one_process_reads_each_batch_when_it_is_due():

@@ -71,7 +71,7 @@ def test_the_first_version_that_passes_the_test_is_used_and_the_log_says_so(inst
         (refuse, "RuntimeError: windowed attention not supported)"),
         (without_causality, "its value is off"),
         (wrong_gradient, "its gradient of k is off by 10.0%"),
-        (without_window, "on this GPU within a window of 64"),
+        (without_window, "its value within a window of 64 is off"),
     ),
 )
 def test_a_version_that_fails_or_is_wrong_is_not_used_and_the_log_says_why(installed, fault, named):

@@ -6,6 +6,7 @@ import re
 import sys
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -15,11 +16,13 @@ import tile_moe
 from conftest import settled
 from spider.common import UsageError
 from spider.config import SpiderConfig
+from spider.kernel_checks import find_wrong
 from stand_in_kernels import INSTALLED, D, E, K, Kernels, kernels
 from tile_moe import (
+    KERNELS,
     BackendError,
-    find_disagreement,
-    find_wrong_product,
+    check_operations,
+    check_product,
     grouped_product,
     operations,
     resolve_backend,
@@ -32,16 +35,19 @@ CPU = torch.device("cpu")
 GPU = torch.device("cuda")
 
 
-@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
+BOTH_DTYPES = pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
+
+
+@BOTH_DTYPES
 def test_the_check_accepts_any_order_inside_an_expert(dtype, kernels):
-    assert find_disagreement(Kernels, CPU, CONFIG, dtype) is None
+    assert find_wrong(check_operations(CPU, CONFIG, dtype)) is None
 
 
 def swap_two_rows(mapping):
-    """Swap the first rows of the first and the last expert."""
+    """Swap the second rows of the first and the last expert."""
     _, _, pos_to_slot, slot_to_pos, expert_start, *_ = mapping
-    first = expert_start[[0, -1]]
-    slot_to_pos.view(-1)[pos_to_slot[first].long()] = first.flip(0)
+    second = expert_start[[0, -1]] + 1
+    slot_to_pos.view(-1)[pos_to_slot[second].long()] = second.flip(0)
     return mapping
 
 
@@ -56,28 +62,27 @@ WRONG = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_the_check_names_the_operation_that_disagrees(name, kernels):
+def test_the_check_names_the_operation_that_disagrees(name, kernels, monkeypatch):
     right = getattr(Kernels, name)
-    broken = type(
-        "Broken", (Kernels,), {name: staticmethod(lambda *args: WRONG[name](right(*args)))}
-    )
-    assert find_disagreement(broken, CPU, CONFIG, torch.float32) == name
+    monkeypatch.setattr(Kernels, name, lambda *args: WRONG[name](right(*args)))
+    assert find_wrong(check_operations(CPU, CONFIG, torch.float32)).startswith(f"{name} is off by ")
 
 
 @INSTALLED
-@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
+@BOTH_DTYPES
 def test_the_check_accepts_the_references_of_tile_kernels(dtype, kernels, monkeypatch):
     """get_fused_mapping has no reference there."""
     ref = importlib.import_module("tile_kernels.torch")
     module = importlib.import_module("tile_kernels.torch.reduce_fused")
     monkeypatch.setattr(module, "elementwise_fma", lambda a, b, c: a * b + c)  # compiled there
     ops = SimpleNamespace(**vars(Kernels) | vars(ref) | dict(topk_gate=ref.stable_topk))
-    assert find_disagreement(ops, CPU, CONFIG, dtype) is None
+    monkeypatch.setattr(tile_moe, "operations", lambda: ops)
+    assert find_wrong(check_operations(CPU, CONFIG, dtype)) is None
 
 
 @pytest.mark.gpu
 @INSTALLED
-@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
+@BOTH_DTYPES
 def test_tile_kernels_pass_the_check_on_a_gpu_from_hopper_on(dtype):
     if torch.cuda.get_device_capability() < tile_moe.TILE_CAPABILITY:
         pytest.skip("an older GPU")
@@ -87,33 +92,29 @@ def test_tile_kernels_pass_the_check_on_a_gpu_from_hopper_on(dtype):
         assert (route(score, torch.zeros(experts, device="cuda"), 2, "tile")[0] < experts).all()
 
 
+def in_place_of_gpu(check, *arguments):
+    return check(*(CPU if argument == GPU else argument for argument in arguments))
+
+
 @pytest.fixture
 def machine(monkeypatch, kernels):
     """Pretend that there is a GPU with TileKernels and Triton, which pass the checks. Attributes of
-    the result change what is found: capability, ops, product, and fault, an error of the device
-    after a check."""
-    found = SimpleNamespace(capability=(9, 0), ops=Kernels, product=grouped_product, fault=None)
+    the result change what is found: capability, product, and fault, an error of the device after a
+    check."""
+    found = SimpleNamespace(capability=(9, 0), product=grouped_product, fault=None)
 
     def synchronize(device):
         if found.fault:
             raise RuntimeError(found.fault)
 
-    monkeypatch.setitem(sys.modules, "spider.grouped_triton", SimpleNamespace(grouped_product=None))
+    triton = SimpleNamespace(grouped_product=lambda *operands: found.product(*operands))
+    monkeypatch.setitem(sys.modules, "spider.grouped_triton", triton)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: found.capability)
     monkeypatch.setattr(torch.cuda, "device", nullcontext)
     monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
-    monkeypatch.setattr(
-        tile_moe,
-        "find_disagreement",
-        lambda ops, device, config, dtype: find_disagreement(found.ops, CPU, config, dtype),
-    )
-    monkeypatch.setattr(
-        tile_moe,
-        "find_wrong_product",
-        lambda product, device, config, dtype: find_wrong_product(
-            found.product, CPU, config, dtype
-        ),
-    )
+    for name in ("check_operations", "check_product"):
+        on_cpu = partial(in_place_of_gpu, getattr(tile_moe, name))
+        monkeypatch.setattr(tile_moe, name, on_cpu)
     found.resolve = lambda name, dtype=torch.bfloat16, config=CONFIG, **more: resolve_backend(
         name, GPU, config, dtype, **more
     )
@@ -135,35 +136,27 @@ def test_auto_prefers_triton_then_tile_kernels_then_grouped(machine, capability)
         assert ("one after the other" in line) == slow
 
 
-def spoil(part: str, change):
-    """Return a grouped product of which a part is changed: `value`, `rows` or `weights`, the
-    gradients."""
+class Changed(torch.autograd.Function):
+    """Change a value by one function, and its gradient by another."""
 
-    class ChangedValue(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return change(x)
+    @staticmethod
+    def forward(ctx, x, change_value, change_gradient):
+        ctx.change_gradient = change_gradient
+        return change_value(x)
 
-        @staticmethod
-        def backward(ctx, grad):
-            return grad
+    @staticmethod
+    def backward(ctx, grad):
+        return ctx.change_gradient(grad), None, None
 
-    class ChangedGradient(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x.clone()
 
-        @staticmethod
-        def backward(ctx, grad):
-            return change(grad)
+def spoil(value=torch.clone, rows=torch.clone, weights=torch.clone):
+    """Return a grouped product whose value, or the gradients of whose rows or weights, are
+    changed."""
 
-    def product(rows, weights, expert_end):
-        if part == "rows":
-            rows = ChangedGradient.apply(rows)
-        if part == "weights":
-            weights = ChangedGradient.apply(weights)
-        y = grouped_product(rows, weights, expert_end)
-        return ChangedValue.apply(y) if part == "value" else y
+    def product(rows_PD, weights_EDF, expert_end):
+        rows_PD = Changed.apply(rows_PD, torch.clone, rows)
+        weights_EDF = Changed.apply(weights_EDF, torch.clone, weights)
+        return Changed.apply(grouped_product(rows_PD, weights_EDF, expert_end), value, torch.clone)
 
     return product
 
@@ -173,113 +166,109 @@ def without_empty_experts(grad):
     return torch.where((grad == 0).all((1, 2), keepdim=True), 1e-3, grad)
 
 
-@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
+@BOTH_DTYPES
 def test_the_check_accepts_a_right_product_and_names_what_of_another_is_wrong(dtype):
-    assert find_wrong_product(grouped_product, CPU, CONFIG, dtype) is None
+    def wrong(product) -> str | None:
+        return find_wrong(check_product(product, CPU, CONFIG, dtype))
+
+    assert wrong(grouped_product) is None
     for part, change, named in (
-        ("value", lambda y: y.roll(1, 1), "the product, "),
-        ("rows", lambda g: g * 1.01, "its rows'"),
-        ("weights", lambda g: g.roll(1, 0), "its weights'"),
-        ("weights", without_empty_experts, "its weights'"),
+        ("value", lambda y: y.roll(1, 1), "the value of "),
+        ("rows", lambda g: g * 1.01, "the gradient of rows of "),
+        ("weights", lambda g: g.roll(1, 0), "the gradient of weights of "),
+        ("weights", without_empty_experts, "the gradient of weights of "),
     ):
-        assert find_wrong_product(spoil(part, change), CPU, CONFIG, dtype).startswith(named)
+        assert wrong(spoil(**{part: change})).startswith(named)
 
 
-def fail_to_compile(*_):
-    raise RuntimeError("PTXAS error: Internal Triton PTX codegen error")
+def raising(message: str):
+    def fail(*_):
+        raise RuntimeError(message)
+
+    return fail
+
+
+PTXAS = "PTXAS error: Internal Triton PTX codegen error"
+NVCC = "// a long source\nCompilation error:\nnvcc fatal   : Unsupported gpu\nCommand:"
+
+
+def product(replacement):
+    return lambda machine, patch: setattr(machine, "product", replacement)
+
+
+def kernel(name, replacement):
+    return lambda machine, patch: patch.setattr(Kernels, name, replacement)
+
+
+def without(module):
+    def remove(machine, patch):
+        patch.setattr(tile_moe, "operations", operations)
+        patch.setitem(sys.modules, module, None)
+
+    return remove
 
 
 @pytest.mark.parametrize(
-    "product, is_installed, expected",
+    "backend, change, expected",
     (
-        (spoil("value", torch.neg), True, "wrong results on this GPU: the product, 32 x 1024"),
-        (fail_to_compile, True, "fails on this GPU: RuntimeError: PTXAS error"),
-        (None, False, r"cannot be imported \(ModuleNotFoundError: .*\): pip install triton"),
+        ("triton", product(spoil(value=torch.neg)), "computes wrong results on this GPU: the v"),
+        ("triton", product(raising(PTXAS)), "fails on this GPU: RuntimeError: PTXAS error"),
+        ("triton", without("spider.grouped_triton"), "cannot be imported.*pip install triton"),
+        ("tile", kernel("aux_fi", lambda *_: torch.ones(E)), "wrong results on this GPU: aux_fi"),
+        ("tile", kernel("expand_to_fused", raising(NVCC)), "RuntimeError: nvcc fatal   : Unsup"),
+        ("tile", without("tile_kernels"), r"cannot be imported.*pip install -e \"\.\[tile\]\""),
     ),
-    ids=("wrong", "broken", "absent"),
 )
-def test_without_triton_auto_names_the_reason_and_triton_is_an_error(
-    machine, monkeypatch, product, is_installed, expected
+def test_without_usable_kernels_auto_takes_grouped_and_says_why_and_their_name_is_an_error(
+    machine, monkeypatch, backend, change, expected
 ):
-    machine.capability = (12, 0)
-    machine.product = product
-    if not is_installed:
-        monkeypatch.setitem(sys.modules, "spider.grouped_triton", None)
-    whole = f"^--moe_backend triton: .*{expected}.*; or use --moe_backend grouped$"
+    change(machine, monkeypatch)
+    if backend == "triton":
+        machine.capability = (12, 0)
+    whole = f"^--moe_backend {backend}: .*{expected}.*; or use --moe_backend grouped$"
     with pytest.raises(BackendError, match=whole):
-        machine.resolve("triton")
-    backend, line = machine.resolve("auto", compiled=True)
-    assert backend == "grouped"
+        machine.resolve(backend)
+    chosen, line = machine.resolve("auto", compiled=backend == "triton")
+    assert chosen == "grouped"
+    assert re.match(f"{KERNELS[backend]} not used: .*{expected}", line)
     assert "\n" not in line
-    reason = f"Triton's grouped product not used: .*{expected}"
-    assert re.match(f"{reason}.*; on this GPU .* one after the other", line)
+    assert ("; on this GPU torch runs" in line) == (backend == "triton")
 
 
 def test_auto_tries_tile_kernels_after_triton(machine):
     machine.capability = (12, 0)
-    machine.product = fail_to_compile
+    machine.product = raising(PTXAS)
     backend, line = machine.resolve("auto")
     assert backend == "tile"
     assert "Triton's grouped product not used" in line
-    assert "one after the other" in line
 
 
-def break_tile_kernels(machine, monkeypatch):
-    """Break TileKernels in one way after the other; yield a pattern of the message."""
-
-    def refuse(*_):
-        raise RuntimeError(
-            "// a long source\nCompilation error:\nnvcc fatal   : Unsupported gpu\nCommand:"
-        )
-
-    machine.ops = type("Uncompiled", (Kernels,), {"expand_to_fused": refuse})
-    yield "fails on this GPU: RuntimeError: nvcc fatal   : Unsupported gpu"
-    machine.ops = type("Broken", (Kernels,), {"aux_fi": lambda *args: Kernels.aux_fi(*args) * 2})
-    yield "wrong results on this GPU: aux_fi"
-    monkeypatch.setattr(tile_moe, "operations", operations)
-    monkeypatch.setitem(sys.modules, "tile_kernels", None)
-    yield r"cannot be imported \(ModuleNotFoundError.*pip install -e \"\.\[tile\]\""
-
-
-def test_without_usable_tile_kernels_auto_takes_grouped_and_tile_is_an_error_of_one_line(
-    machine, monkeypatch
-):
-    for expected in break_tile_kernels(machine, monkeypatch):
-        whole = f"^--moe_backend tile: .*{expected}.*; or use --moe_backend grouped$"
-        with pytest.raises(BackendError, match=whole):
-            machine.resolve("tile")
-        backend, line = machine.resolve("auto")
-        assert backend == "grouped"
-        assert line.startswith("TileKernels not used: ")
-        assert "\n" not in line
-    machine.capability = (8, 9)
-    with pytest.raises(BackendError, match="sm_90"):
-        machine.resolve("tile")
-
-
-def test_tile_refuses_models_that_the_kernels_do_not_support(machine):
-    with pytest.raises(BackendError, match="hidden_size that is a multiple of 32, not 48"):
-        machine.resolve("tile", config=replace(CONFIG, hidden_size=48))
-    with pytest.raises(BackendError, match="no routed experts"):
-        machine.resolve("tile", config=replace(CONFIG, n_routed_experts=0))
+@pytest.mark.parametrize(
+    "capability, change, message",
+    (
+        ((8, 9), {}, "sm_90"),
+        ((9, 0), dict(hidden_size=48), "hidden_size that is a multiple of 32, not 48"),
+        ((9, 0), dict(n_routed_experts=0), "no routed experts"),
+    ),
+)
+def test_tile_refuses_what_the_kernels_do_not_support(machine, capability, change, message):
+    machine.capability = capability
+    with pytest.raises(BackendError, match=message):
+        machine.resolve("tile", config=replace(CONFIG, **change))
 
 
 @pytest.mark.parametrize("name", ("auto", "tile", "triton"))
 def test_a_check_that_crashes_the_gpu_ends_the_run(machine, name):
     """Nothing else can run in that process, so `auto` cannot take grouped."""
-    machine.fault = (
-        "CUDA error: an illegal memory access was encountered\nCUDA kernel errors might be"
-    )
-    with pytest.raises(
-        BackendError, match="illegal memory access was encountered.*--moe_backend grouped$"
-    ):
+    machine.fault = "CUDA error: an illegal memory access was encountered\nCUDA kernel errors might"
+    with pytest.raises(BackendError, match="illegal memory access.*--moe_backend grouped$"):
         machine.resolve(name)
 
 
 def test_without_a_gpu_auto_takes_grouped_silently_and_tile_and_triton_are_errors():
     for name, backend in (("auto", "grouped"), ("loop", "loop"), ("grouped", "grouped")):
         assert resolve_backend(name, CPU, CONFIG, torch.float32) == (backend, "")
-    for name in ("tile", "triton"):
+    for name in KERNELS:
         with pytest.raises(BackendError, match="needs a GPU"):
             resolve_backend(name, CPU, CONFIG, torch.float32)
 

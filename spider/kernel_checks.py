@@ -1,0 +1,68 @@
+"""Check a kernel on the device at hand: its results beside exact ones, before it is used."""
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Check(NamedTuple):
+    """A result of a kernel beside the exact one."""
+
+    name: str
+    result: Tensor
+    exact: Tensor  # NaN where the kernel may return anything
+    tolerance: float = 0.0  # of the difference's norm, relative to that of the exact result
+
+
+def find_wrong(checks: Iterable[Check]) -> str | None:
+    """Name the first result that is off by more than its tolerance, or return None. Those after it
+    are not computed."""
+    for name, result, exact, tolerance in checks:
+        exact = exact.to(result.dtype).float()
+        is_free = exact.isnan()
+        error = (result.float() - exact).masked_fill(is_free, 0).norm()
+        size = exact.masked_fill(is_free, 0).norm()
+        if not error <= tolerance * size:  # also NaN
+            return f"{name} is off by {float(error / size):.1%}"
+    return None
+
+
+def value_and_gradients(
+    kernel: Callable[..., Tensor],
+    reference: Callable[..., Tensor],
+    operands: Mapping[str, Tensor],
+    upstream: Tensor,
+    *constants: Tensor,
+    tolerance: float = 0.0,
+) -> Iterator[Check]:
+    """Compute a kernel's value and its gradients, and those of a reference in fp32.
+
+    operands: by name, in the order of the arguments. upstream: the gradient of the value.
+    constants: further arguments.
+    """
+    names = ["value", *(f"gradient of {name}" for name in operands)]
+    results = []
+    for function, dtype in ((kernel, upstream.dtype), (reference, torch.float32)):
+        leaves = [t.detach().to(dtype).requires_grad_() for t in operands.values()]
+        value = function(*leaves, *constants)
+        gradients = torch.autograd.grad(value, leaves, upstream.to(dtype))
+        results.append((value.detach(), *gradients))
+    for name, result, exact in zip(names, *results, strict=True):
+        yield Check(name, result, exact, tolerance)
+
+
+def first_error(fault: Exception) -> str:
+    """Describe an error in one line.
+
+    A compiler prints the source before its errors: then this is the first line with an error.
+    """
+    lines = [line.strip() for line in str(fault).splitlines() if line.strip()]
+    first = lines[0] if lines else ""
+    for line in lines:
+        if re.search(r"(error|fatal)\s*: *\S", line):
+            first = line
+            break
+    return f"{type(fault).__name__}: {first[:200]}".removesuffix(": ")
