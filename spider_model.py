@@ -955,7 +955,6 @@ class Spider(nn.Module):
             check_ids("labels", labels, sequences, length)
         n_loops = self.loops_of(n_loops)
         if not self.training:
-            dropout = 0.0
             halting_warmup = 1.0
         byte_dropout = dropout / 5
 

@@ -90,12 +90,10 @@ def test_recomputation_keeps_the_first_routing_even_if_the_scores_change(monkeyp
     assert len(chosen) == 2 and torch.equal(*chosen)
 
 
-@pytest.mark.parametrize("backend", ("loop", "grouped"))
 @pytest.mark.parametrize("k", (1, 2, 3))
-def test_the_router_has_the_gradient_of_the_language_models_loss(k, backend):
+def test_the_router_has_the_gradient_of_the_language_models_loss(k):
     """By the finite difference in its direction, in which the chosen experts stay the same."""
     model = awake(small_config(n_experts_per_tok=k), dtype=torch.float64)
-    model.set_backend(backend)
     router = model.core.layers[0].moe.router.weight
     ids = text(2, 64)
 
