@@ -782,7 +782,7 @@ class CoreResult(NamedTuple):
     stats: CoreStats
     boundary_loss: Tensor
     unpooled_MD: Tensor | None = None  # the core's output, unpooled to bytes; None without core
-    expectation: Expectation | None = None  # of learned boundaries, in training
+    expectation: Expectation | None = None  # with learned boundaries, in training
 
 
 def add_losses(
@@ -1224,7 +1224,7 @@ class Spider(nn.Module):
     # ----------------------------------------------------------------------------------------------
     # Training
 
-    cast_weights_once = cast_weights_once
+    cast_weights_once = cast_weights_once  # a context for all passes of an optimizer step
 
     def zero_grad(self, set_to_none: bool = True):
         """Drop all gradients, including those gathered by Engram tables."""

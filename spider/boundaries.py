@@ -119,7 +119,7 @@ class Expectation(NamedTuple):
     """What the predictor expects of a pass in training, before the losses of its bytes are
     known."""
 
-    loss_M: Tensor  # of the next bytes
+    loss_M: Tensor  # expected losses of the next bytes
     zero_M: Tensor  # to add to the losses of the next bytes, see GainRegression
     counts: Tensor  # scores by bin and pairs of bytes, see `count`
 

@@ -375,7 +375,7 @@ class ConvolutionCache(Cache):
         distances = SegmentEngram.tap_distances(config)
         super().__init__(buffer, packing, before, window=distances[-1] + 1)
         distance = torch.tensor(distances, device=buffer.device)[:, None]
-        position = packing.position - distance  # of the segments to look back at, [taps - 1, M]
+        position = packing.position - distance  # position of earlier segments, [taps - 1, M]
         self.earlier_slot = self.slot_of(position).flatten()
         self.has_earlier = (position >= 0)[:, :, None]
 
