@@ -42,7 +42,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
-from typing import Any, ClassVar, NamedTuple, Protocol, cast, runtime_checkable
+from typing import Any, ClassVar, NamedTuple, cast
 
 from spider.config import BACKENDS, SpiderConfig  # before torch: the package sets its threads
 
@@ -52,9 +52,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from spider.attention import ALL_ROWS, MLA, ActiveRows, Cache
-from spider.boundaries import Observed, SurprisePredictor, boundary_loss, flexitokens_boundaries
-from spider.decode import DecodingMixin, check_ids
+from spider.attention import MLA, LatentCache
+from spider.boundaries import (
+    Expectation,
+    SurprisePredictor,
+    boundary_loss,
+    flexitokens_boundaries,
+    surprise_loss,
+    word_ends,
+)
+from spider.decode import check_ids, decoding_state, generate, generate_batch, step
 from spider.layers import (
     Linear,
     SwiGLU,
@@ -65,38 +72,42 @@ from spider.layers import (
 )
 from spider.memory import (
     ByteEngram,
+    ConvolutionCache,
     EngramTable,
     InputEngram,
-    Matches,
     MatchMemory,
     OutputEngram,
-    Recalled,
+    PackedBytes,
+    Recollection,
     SegmentEngram,
     shifted_bytes,
-    word_ends,
 )
 from spider.noise import byte_noise, dropped
-from spider.packing import Packing, document_cu_seqlens, mark_rows_dynamic, round_up, row_step
-from spider.segments import last_byte_of, pool_segments, segment_offsets, unpool_segments
+from spider.packing import (
+    ALL_ROWS,
+    ActiveRows,
+    Packing,
+    document_cu_seqlens,
+    mark_rows_dynamic,
+    round_up,
+    row_step,
+)
+from spider.segments import (
+    boundary_before_last,
+    last_boundary,
+    last_byte_of,
+    pool_segments,
+    segment_offsets,
+    unpool_segments,
+)
 from spider.vocabulary import EOS_ID, PAD_ID
-from tile_moe import Balance, MoE, Routing, balance, resolve_backend
+from tile_moe import MoE, Routing, balance, resolve_backend
 
 # Sites of dropout: each draws another mask from the same noise. Site 5 is boundaries.STRAY_SITE.
 BYTES_BEFORE_CORE = 0
 CORE_INPUT = 1
 CORE_OUTPUT = 2
 BYTES_AFTER_CORE = 3
-
-
-@runtime_checkable
-class Compilable(Protocol):
-    """A module of which Spider.compile_layers compiles one function.
-
-    That function is `in_one_graph` of the module's class, and `compiled` is its compiled form. It
-    is not the module itself, which has FSDP's hooks."""
-
-    compiled: Callable | None
-    in_one_graph: Callable
 
 
 # --------------------------------------------------------------------------------------------------
@@ -106,19 +117,19 @@ class Compilable(Protocol):
 class Block(nn.Module):
     """A dense layer of prelude or coda, [M, D] -> [M, D]."""
 
-    compiled: Callable | None = None  # see Compilable
+    compiled: Callable | None = None  # see Spider.compile_layers
 
     def __init__(self, config: SpiderConfig, attention_class: type[nn.Module] = MLA):
         super().__init__()
         self.attention = attention_class(config)
         self.ffn = SwiGLU(config.hidden_size, config.intermediate_size)
 
-    def forward(self, x_MD: Tensor, packing: Packing, cache: Cache | None = None) -> Tensor:
+    def forward(self, x_MD: Tensor, packing: Packing, cache: LatentCache | None = None) -> Tensor:
         if self.compiled is not None and torch.is_grad_enabled():
             return self.compiled(self, x_MD, packing)
         return self.run(x_MD, packing, cache)
 
-    def run(self, x_MD: Tensor, packing: Packing, cache: Cache | None = None) -> Tensor:
+    def run(self, x_MD: Tensor, packing: Packing, cache: LatentCache | None = None) -> Tensor:
         """Compute the layer; a subclass overrides this."""
         attended_MD, _ = self.attention(rms_norm(x_MD), packing, ALL_ROWS, cache=cache)
         x_MD = x_MD + attended_MD
@@ -139,11 +150,9 @@ class LayerState(NamedTuple):
     convolved: Tensor | None = None  # what Engram's convolution reads, see SegmentEngram.forward
 
 
-class LayerCaches(NamedTuple):
-    """The caches of a core layer in decoding: a LayerState's values, of earlier segments."""
-
-    latents: Cache | None = None
-    convolved: Cache | None = None
+# The caches of a core layer in decoding: a LayerState's values, of earlier segments.
+LayerCaches = tuple[LatentCache | None, ConvolutionCache | None]
+NO_CACHES: LayerCaches = (None, None)
 
 
 class LayerOutput(NamedTuple):
@@ -157,7 +166,7 @@ class LayerOutput(NamedTuple):
 class RecurrentBlock(nn.Module):
     """A layer of the core at segment rate: Engram in some layers, attention, experts."""
 
-    compiled: Callable | None = None  # see Compilable
+    compiled: Callable | None = None  # see Spider.compile_layers
 
     def __init__(
         self, config: SpiderConfig, has_engram: bool, attention_class: type[nn.Module] = MLA
@@ -171,7 +180,7 @@ class RecurrentBlock(nn.Module):
         self,
         x_nD: Tensor,
         packing: Packing,
-        recalled: Recalled | None,
+        recalled: Recollection | None,
         active: ActiveRows,
         state: LayerState,
         caches: LayerCaches,
@@ -182,10 +191,11 @@ class RecurrentBlock(nn.Module):
         recalled: of this layer's Engram. state: of the loop before. decided: a routing to reuse,
         see MoE."""
         latents, convolved = state
+        latent_cache, convolution_cache = caches
         if self.engram is not None:
-            x_nD, convolved = self.engram(x_nD, recalled, active, convolved, caches.convolved)
+            x_nD, convolved = self.engram(x_nD, recalled, active, convolved, convolution_cache)
         attended_nD, latents = self.attention(
-            rms_norm(x_nD), packing, active, latents, caches.latents
+            rms_norm(x_nD), packing, active, latents, latent_cache
         )
         x_nD = x_nD + attended_nD
         y_nD, routing = self.moe(rms_norm(x_nD), decided)
@@ -195,7 +205,7 @@ class RecurrentBlock(nn.Module):
         self,
         x_nD: Tensor,
         packing: Packing,
-        recalled: Recalled | None,
+        recalled: Recollection | None,
         active: ActiveRows,
         state: LayerState,
         recompute: bool,
@@ -208,7 +218,7 @@ class RecurrentBlock(nn.Module):
 
         def compute(x_nD: Tensor) -> tuple[Tensor | None, ...]:
             y_nD, routing, (latents, convolved) = self(
-                x_nD, packing, recalled, active, state, LayerCaches(None, None)
+                x_nD, packing, recalled, active, state, NO_CACHES
             )
             return y_nD, latents, convolved, routing.score, routing.topk_idx
 
@@ -224,7 +234,7 @@ def visit(
     layer: RecurrentBlock,
     x_nD: Tensor,
     packing: Packing,
-    recalled: Recalled | None,
+    recalled: Recollection | None,
     active: ActiveRows,
     state: LayerState,
     caches: LayerCaches,
@@ -308,7 +318,7 @@ class Halting:
         weight_n = torch.where(halts_n, self.remaining_n, p_n)
         self._add_to_output(weight_n[:, None].to(h_nD.dtype) * h_nD)
 
-        share = self.share_n.sum()  # of segments that were running
+        share = self.share_n.sum()  # share of segments that were running
         remainder = self.share_n @ torch.where(halts_n, self.remaining_n, 0)
         self.loops = self.loops + share
         self.ponder = self.ponder + share + remainder
@@ -354,7 +364,7 @@ class Halting:
 class CorePass:
     """The inputs of a forward pass through the core, other than the pooled segments z [N, D]."""
 
-    packing: Packing  # of the segments
+    packing: Packing  # packing of the segments
     last_bytes_WN: Tensor  # int64, the last bytes of each segment, see memory.shifted_bytes
     share_N: Tensor  # 1 / segments, 0 for padding rows
     n_loops: int
@@ -363,19 +373,21 @@ class CorePass:
     dropout: float = 0.0  # rate, at the core's input and output
     noise_N: Tensor | None = None  # int64, for dropout; None: no dropout
     # In decoding, of all layers and loops:
-    latents: Cache | None = None  # attention latents of earlier segments
-    convolved: Cache | None = None  # inputs of the Engram convolutions, of earlier segments
+    latents: LatentCache | None = None
+    convolved: ConvolutionCache | None = None
 
     @property
     def decoding(self) -> bool:
         return self.latents is not None
 
-    def caches_of(self, layer: int, loop: int, engram: int) -> LayerCaches:
-        """Return the caches of a layer in a loop, none outside decoding. engram: the number of the
-        layer's Engram, among those of the core."""
+    def caches_of(self, layer: int, loop: int, engram_layers: tuple[int, ...]) -> LayerCaches:
+        """Return the caches of a layer in a loop, none outside decoding."""
         if self.latents is None or self.convolved is None:
-            return LayerCaches(None, None)
-        return LayerCaches(self.latents.of(layer, loop), self.convolved.of(engram, loop))
+            return NO_CACHES
+        convolved = None
+        if layer in engram_layers:
+            convolved = self.convolved.of(engram_layers.index(layer), loop)
+        return self.latents.of(layer, loop), convolved
 
 
 class CoreStats(NamedTuple):  # FSDP looks for tensors with gradients in tuples, not in dataclasses
@@ -388,12 +400,9 @@ class CoreStats(NamedTuple):  # FSDP looks for tensors with gradients in tuples,
     count_LE: Tensor  # fp32, tokens per expert, summed over loops
 
 
-class RoutedVisit(NamedTuple):
-    """The routing of one visit of a layer with routed experts."""
-
-    score_nE: Tensor
-    topk_idx_nK: Tensor
-    share_n: Tensor  # weight of each row in the means: 1 / segments, 0 for padding and halted rows
+# The scores, topk_idx and `share` of the rows of one visit of a layer with routed experts; share is
+# the weight of each row in the means: 1 / segments, and 0 for padding and halted rows.
+RoutedVisit = tuple[Tensor, Tensor, Tensor]
 
 
 class RecurrentCore(nn.Module):
@@ -406,7 +415,7 @@ class RecurrentCore(nn.Module):
     e are the normed segments. The output is the sum of the states h' of all loops, weighted by
     ACT."""
 
-    compiled: Callable | None = None  # of the injection; see Compilable
+    compiled: Callable | None = None  # form of the injection, see Spider.compile_layers
     layers: Sequence[RecurrentBlock]  # a ModuleList, which has no types
 
     def __init__(
@@ -450,7 +459,7 @@ class RecurrentCore(nn.Module):
         e_ND = dropped(rms_norm(z_ND), core_pass.dropout, core_pass.noise_N, CORE_INPUT)
         decay_D = self.decay()  # A, the same in every loop
         recalled = self._recall(z_ND, core_pass)
-        states = [LayerState(None, None)] * len(self.layers)
+        states = [LayerState()] * len(self.layers)
         visits: list[RoutedVisit] = []
         h_nD: Tensor | None = None
         for t in range(n_loops):
@@ -467,11 +476,11 @@ class RecurrentCore(nn.Module):
                     recalled[i],
                     active,
                     states[i],
-                    core_pass.caches_of(i, t, engram=self._engrams_before(i)),
+                    core_pass.caches_of(i, t, self.config.engram_layers),
                     core_pass.recompute,
                 )
                 if routing.score is not None and routing.topk_idx is not None:
-                    visits.append(RoutedVisit(routing.score, routing.topk_idx, halting.share_n))
+                    visits.append((routing.score, routing.topk_idx, halting.share_n))
             # h' = y + LoRA_t(y)
             h_nD = self.adapt(y_nD, loop)
             p_n = core_pass.halting_warmup * self.halt(h_nD)
@@ -544,10 +553,10 @@ class RecurrentCore(nn.Module):
             stop_when_all_halted=not core_pass.decoding,
         )
 
-    def _recall(self, z_ND: Tensor, core_pass: CorePass) -> list[Recalled | None]:
+    def _recall(self, z_ND: Tensor, core_pass: CorePass) -> list[Recollection | None]:
         """Look up each layer's Engram, once for all loops."""
         position_N = core_pass.packing.position
-        recalled: list[Recalled | None] = []
+        recalled: list[Recollection | None] = []
         for layer in self.layers:
             if layer.engram is None:
                 recalled.append(None)
@@ -556,10 +565,6 @@ class RecurrentCore(nn.Module):
                     layer.engram.recall(core_pass.last_bytes_WN, position_N, z_ND.dtype)
                 )
         return recalled
-
-    def _engrams_before(self, layer: int) -> int:
-        """Count the layers with an Engram before this one."""
-        return sum(i < layer for i in self.config.engram_layers)
 
     def _read_out(self, normed_ND: Tensor) -> Tensor:
         """Project states to outputs [N, O * D], one row per segment offset."""
@@ -573,46 +578,31 @@ class RecurrentCore(nn.Module):
     def _stats(
         self, visits: list[RoutedVisit], halting: Halting, n_loops: int, decay_D: Tensor
     ) -> CoreStats:
-        """Divide the sums over visits by their number, and collect what training adds to the loss
-        and logs."""
-        sums = self._balance_visits(visits, halting.loops.new_zeros(()))
-        count_LE = sums.count_VE.unflatten(0, (-1, len(self.layers))).sum(0)  # over loops
-        visited = len(self.layers) * halting.loops.clamp_min(1e-9)  # 0 loops without segments
+        """Compute the balance losses and tokens per expert of all visits, which are in order: the
+        layers of a loop side by side. Collect what training adds to the loss and logs.
+
+        Visits with equally many rows are computed together. Without routed experts there are no
+        visits, no losses and no counts."""
+        layers = len(self.layers)
+        aux_loss = halting.loops.new_zeros(())
+        z_loss = aux_loss
+        count_LE = aux_loss.new_zeros(layers, 0)
+        counts = []
+        for _, group in groupby(visits, key=lambda visited: len(visited[0])):
+            score, topk_idx, share = map(torch.stack, zip(*group, strict=True))
+            sums = balance(score, topk_idx, share, self.layers[0].moe.backend)
+            aux_loss = aux_loss + sums.aux_loss
+            z_loss = z_loss + sums.z_loss
+            counts.append(sums.count_VE)
+        if counts:
+            count_LE = torch.cat(counts).unflatten(0, (-1, layers)).sum(0)  # over loops
+        visited = layers * halting.loops.clamp_min(1e-9)  # 0 loops without segments
         ponder = halting.ponder
         if n_loops > 1:
             # Keeps `decay` in the graph, also where all segments halt in the first loop: FSDP
             # reduces every parameter on every rank.
             ponder = ponder + 0 * decay_D.sum()
-        return CoreStats(
-            sums.aux_loss / visited,
-            sums.z_loss / visited,
-            ponder,
-            halting.loops,
-            count_LE,
-        )
-
-    def _balance_visits(self, visits: list[RoutedVisit], zero: Tensor) -> Balance:
-        """Compute the balance losses of all visits, in order: the layers of a loop side by side.
-
-        Visits with equally many rows are computed together. Without routed experts there are no
-        visits, no losses and no counts."""
-        if not visits:
-            return Balance(zero, zero, zero.new_zeros(len(self.layers), 0))
-        aux_loss = zero
-        z_loss = zero
-        counts = []
-        for _, group in groupby(visits, key=lambda visited: len(visited.score_nE)):
-            scores, topk_idx, shares = zip(*group, strict=True)
-            group_sums = balance(
-                torch.stack(scores),
-                torch.stack(topk_idx),
-                torch.stack(shares),
-                self.layers[0].moe.backend,
-            )
-            aux_loss = aux_loss + group_sums.aux_loss
-            z_loss = z_loss + group_sums.z_loss
-            counts.append(group_sums.count_VE)
-        return Balance(aux_loss, z_loss, torch.cat(counts))
+        return CoreStats(aux_loss / visited, z_loss / visited, ponder, halting.loops, count_LE)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -774,7 +764,7 @@ class SpiderOutput:
     segments: Tensor  # number of segments in all sequences
     mean_loops: Tensor
     tokens_per_expert: Tensor  # [L, E] fp32, over all loops
-    boundary_counts: Tensor  # of learned boundaries, see SurprisePredictor; else empty
+    boundary_counts: Tensor  # see SurprisePredictor.count; empty without learned boundaries
     # None without labels:
     loss: Tensor | None = None  # to minimize
     nats_per_byte: Tensor | None = None  # cross-entropy alone, without labels of -100
@@ -792,7 +782,7 @@ class CoreResult(NamedTuple):
     stats: CoreStats
     boundary_loss: Tensor
     unpooled_MD: Tensor | None = None  # the core's output, unpooled to bytes; None without core
-    observed: Observed | None = None  # by the predictor of learned boundaries, in training
+    expectation: Expectation | None = None  # with learned boundaries, in training
 
 
 def add_losses(
@@ -801,18 +791,17 @@ def add_losses(
     """Fill in the loss and its terms."""
     c = model.config
     stats = result.stats
-    observed = result.observed
+    expectation = result.expectation
     labels_M = labels.reshape(-1)
     logits_MV = out.logits.flatten(0, 1)
     has_label_M = labels_M != -100
     n_labels = has_label_M.sum().clamp_min(1)
 
-    losses_M = None
-    if observed is None:
+    if expectation is None:
         nats = F.cross_entropy(logits_MV, labels_M, ignore_index=-100, reduction="sum")
     else:  # the predictor of surprise learns from each byte's loss
         losses_M = F.cross_entropy(logits_MV, labels_M, ignore_index=-100, reduction="none")
-        nats = losses_M.sum()
+        nats = torch.where(has_label_M, losses_M + expectation.zero_M, 0).sum()
     nats_per_byte = nats / n_labels
     out.nats_per_byte = nats_per_byte
     core_loss = torch.zeros_like(result.boundary_loss)
@@ -829,12 +818,9 @@ def add_losses(
         ponder_loss=c.ponder_weight * halting_warmup * stats.ponder,
         core_loss=c.core_loss_weight * core_loss,
     )
-    if observed is not None and losses_M is not None:
-        assert isinstance(model.boundary_predictor, SurprisePredictor)  # it has observed the pass
-        surprise_loss = model.boundary_predictor.surprise_loss(
-            observed, nats, losses_M.detach(), has_label_M
-        )
-        terms["surprise_loss"] = surprise_loss / n_labels
+    if expectation is not None:
+        error = surprise_loss(expectation.loss_M, losses_M.detach(), has_label_M)
+        terms["surprise_loss"] = error / n_labels
     if model.training:
         terms |= model.extra_losses(out, labels)
 
@@ -848,17 +834,7 @@ def add_losses(
 # The model
 
 
-class PackedBytes(NamedTuple):
-    """The bytes of a pass, and what follows from them before any layer."""
-
-    input_ids: Tensor  # [B, T]
-    ids_M: Tensor
-    packing: Packing
-    shifted_WM: Tensor  # see memory.shifted_bytes
-    matches: Matches | None  # of the match memory
-
-
-class Spider(DecodingMixin, nn.Module):
+class Spider(nn.Module):
     """The model; see the module's docstring for its features.
 
     To try an idea (docs/guide/trying-an-idea.md), a subclass replaces classes of layers or
@@ -886,13 +862,18 @@ class Spider(DecodingMixin, nn.Module):
         self.compute_dtype = torch.float32  # dtype of products and activations, not of parameters
         self.recompute = "nothing"  # one of RECOMPUTE: layers with activation checkpointing
         self.compiled = False  # see compile_layers
-        self.backend = "grouped"  # of the experts, see set_backend
+        self.backend = "grouped"  # backend of the experts, see set_backend
         self.casts_early = True  # False under FSDP, which casts in each group's forward
 
         has_byte_memory = len(c.engram_byte_orders) + c.match_contexts > 0
         has_core = c.n_recurrent_layers > 0
         self.embed_tokens = nn.Parameter(torch.empty(c.vocab_size, c.hidden_size))
-        self.engram_match = self._new_match_memory()
+        self.engram_match = None
+        if c.match_contexts:
+            occurrences = max(2, c.engram_votes)
+            self.engram_match = MatchMemory(
+                c.engram_match_orders, c.engram_match_words, occurrences
+            )
         self.engram_input = InputEngram(c, c.match_contexts) if has_byte_memory else None
         self.prelude = self._new_byte_layers(c.n_prelude_layers)
         self.core = None
@@ -912,13 +893,6 @@ class Spider(DecodingMixin, nn.Module):
     def _new_byte_layers(self, count: int) -> Sequence[Block]:
         layers = [self.block_class(self.config, self.attention_class) for _ in range(count)]
         return cast(Sequence[Block], nn.ModuleList(layers))
-
-    def _new_match_memory(self) -> MatchMemory | None:
-        c = self.config
-        if not c.match_contexts:
-            return None
-        occurrences = max(2, c.engram_votes)
-        return MatchMemory(c.engram_match_orders, c.engram_match_words, occurrences)
 
     def _new_boundary_predictor(self) -> nn.Sequential | SurprisePredictor | None:
         c = self.config
@@ -942,9 +916,7 @@ class Spider(DecodingMixin, nn.Module):
         self.compute_dtype = fn(torch.empty(0, dtype=self.compute_dtype)).dtype
         return super()._apply(fn, recurse)
 
-    def init_weights(self):
-        """Initialize all parameters and buffers, see the function init_weights."""
-        init_weights(self)
+    init_weights = init_weights  # the function above
 
     # ----------------------------------------------------------------------------------------------
     # Forward
@@ -983,28 +955,35 @@ class Spider(DecodingMixin, nn.Module):
             check_ids("labels", labels, sequences, length)
         n_loops = self.loops_of(n_loops)
         if not self.training:
-            dropout = 0.0
             halting_warmup = 1.0
         byte_dropout = dropout / 5
 
-        rows = self._pack(input_ids, cu_seqlens, longest)
+        packed = self._pack(input_ids, cu_seqlens, longest)
         noise_M = None
         draws_ends = segment_noise and self.boundary_predictor is not None
         if self.training and (dropout or draws_ends):
             noise_M = byte_noise(noise_seed, sequences, length, input_ids.device).flatten()
 
-        x_MD = self.before_core(rows.ids_M, rows.packing, rows.shifted_WM, rows.matches)
+        x_MD = self.before_core(packed)
         x_MD = dropped(x_MD, byte_dropout, noise_M, BYTES_BEFORE_CORE)
         if self.core is None:
             result = self._without_core()
         else:
-            result = self._through_core(x_MD, rows, n_loops, noise_M, dropout, halting_warmup)
+            result = self._through_core(x_MD, packed, n_loops, noise_M, dropout, halting_warmup)
         if result.unpooled_MD is not None:
             x_MD = x_MD + result.unpooled_MD
         x_MD = dropped(x_MD, byte_dropout, noise_M, BYTES_AFTER_CORE)
-        logits_MV = self.after_core(x_MD, rows.packing, rows.shifted_WM, rows.matches)
+        logits_MV = self.after_core(x_MD, packed)
 
-        out = self._output(logits_MV.view(sequences, length, -1), result)
+        zero = logits_MV.new_zeros((), dtype=self.wide_dtype)
+        expectation = result.expectation
+        out = SpiderOutput(
+            logits_MV.view(sequences, length, -1),
+            segments=zero + result.segments,
+            mean_loops=result.stats.mean_loops.detach(),
+            tokens_per_expert=result.stats.count_LE,
+            boundary_counts=zero.new_zeros(0) if expectation is None else expectation.counts,
+        )
         if labels is not None:
             add_losses(self, out, labels, result, halting_warmup)
         return out
@@ -1028,38 +1007,26 @@ class Spider(DecodingMixin, nn.Module):
         matches = None
         if self.engram_match is not None:
             matches = self.engram_match(ids_M, shifted_WM, packing.document)
-        return PackedBytes(input_ids, ids_M, packing, shifted_WM, matches)
+        return PackedBytes(input_ids, packing, shifted_WM, matches)
 
-    def before_core(
-        self,
-        ids_M: Tensor,
-        packing: Packing,
-        shifted_WM: Tensor,
-        matches: Matches | None,
-        cache: Cache | None = None,
-    ) -> Tensor:
-        """Apply embedding, byte memory and prelude: ids [M] -> [M, D]."""
-        x_MD = F.embedding(ids_M, self.embed_tokens).to(self.compute_dtype)
+    def before_core(self, packed: PackedBytes, cache: LatentCache | None = None) -> Tensor:
+        """Apply embedding, byte memory and prelude: -> [M, D]."""
+        x_MD = F.embedding(packed.ids_M, self.embed_tokens).to(self.compute_dtype)
         if self.engram_input is not None:
-            x_MD = x_MD + self.engram_input(x_MD, shifted_WM, matches)
+            x_MD = x_MD + self.engram_input(x_MD, packed.shifted_WM, packed.matches)
         for i, block in enumerate(self.prelude):
-            x_MD = self._byte_layer(block, x_MD, packing, cache, i)
+            x_MD = self._byte_layer(block, x_MD, packed.packing, cache, i)
         return x_MD
 
     def after_core(
-        self,
-        x_MD: Tensor,
-        packing: Packing,
-        shifted_WM: Tensor,
-        matches: Matches | None,
-        cache: Cache | None = None,
+        self, x_MD: Tensor, packed: PackedBytes, cache: LatentCache | None = None
     ) -> Tensor:
         """Apply coda, byte memory and head: [M, D] -> logits [M, V]."""
         for i, block in enumerate(self.coda, len(self.prelude)):
-            x_MD = self._byte_layer(block, x_MD, packing, cache, i)
+            x_MD = self._byte_layer(block, x_MD, packed.packing, cache, i)
         direct_MV = None
         if self.engram_output is not None:
-            memory_MD, direct_MV = self.engram_output(x_MD, shifted_WM, matches)
+            memory_MD, direct_MV = self.engram_output(x_MD, packed.shifted_WM, packed.matches)
             x_MD = x_MD + memory_MD
         logits_MV = self.lm_head(rms_norm(x_MD)).to(self.wide_dtype)
         if direct_MV is not None:
@@ -1067,7 +1034,7 @@ class Spider(DecodingMixin, nn.Module):
         return logits_MV
 
     def _byte_layer(
-        self, block: Block, x_MD: Tensor, packing: Packing, cache: Cache | None, number: int
+        self, block: Block, x_MD: Tensor, packing: Packing, cache: LatentCache | None, number: int
     ) -> Tensor:
         """Apply a byte layer, with activation checkpointing if `recompute` is "all". number: of the
         layer in the cache."""
@@ -1078,51 +1045,40 @@ class Spider(DecodingMixin, nn.Module):
     def _through_core(
         self,
         x_MD: Tensor,
-        rows: PackedBytes,
+        packed: PackedBytes,
         n_loops: int,
         noise_M: Tensor | None,
         dropout: float,
         halting_warmup: float,
     ) -> CoreResult:
         """Pool bytes to segments, run the core on them, and unpool its output to bytes."""
+        packing = packed.packing
         predicted = self.predict_boundaries(x_MD)
-        b_M = self.boundaries(predicted, rows.input_ids, rows.shifted_WM, rows.packing, noise_M)
-        band_loss = boundary_loss(b_M, rows.input_ids, self.config)
-        z_ND, segment_cu_seqlens = pool_segments(x_MD, b_M, rows.packing.cu_seqlens)
+        b_M = self.boundaries(predicted, packed, noise_M)
+        band_loss = boundary_loss(b_M, packed.input_ids, self.config)
+        z_ND, segment_cu_seqlens = pool_segments(x_MD, b_M, packing.cu_seqlens)
         output, stats = self.run_core(
-            z_ND, b_M, segment_cu_seqlens, rows, n_loops, noise_M, dropout, halting_warmup
+            z_ND, b_M, segment_cu_seqlens, packed, n_loops, noise_M, dropout, halting_warmup
         )
         null = self.null_rows()
-        unpooled_MD = self.unpool(output, null, b_M, rows.packing, segment_cu_seqlens)
-        observed = None
+        unpooled_MD = self.unpool(output, null, b_M, packing, segment_cu_seqlens)
+        expectation = None
         predictor = self.boundary_predictor
         if self.training and isinstance(predictor, SurprisePredictor):
             assert predicted is not None
             earlier_MD = self.unpool(
-                output.detach(), null.detach(), b_M, rows.packing, segment_cu_seqlens, back=1
+                output.detach(), null.detach(), b_M, packing, segment_cu_seqlens, back=1
             )
-            unpooled_MD, observed = predictor.observe(
-                predicted, rows.ids_M, b_M, rows.packing, unpooled_MD, earlier_MD
+            unpooled_MD, expectation = predictor.observe(
+                predicted, packed.ids_M, b_M, packing.position, unpooled_MD, earlier_MD
             )
-        return CoreResult(len(z_ND), stats, band_loss, unpooled_MD, observed)
+        return CoreResult(len(z_ND), stats, band_loss, unpooled_MD, expectation)
 
     def _without_core(self) -> CoreResult:
         """Return the result of a model with byte layers alone: no segment, all losses zero."""
         zero = self.embed_tokens.new_zeros((), dtype=self.wide_dtype)
         no_tokens = zero.new_zeros(0, self.config.n_routed_experts)
         return CoreResult(0, CoreStats(zero, zero, zero, zero, no_tokens), zero)
-
-    def _output(self, logits: Tensor, result: CoreResult) -> SpiderOutput:
-        """Make the output of a pass, without losses."""
-        zero = logits.new_zeros((), dtype=self.wide_dtype)
-        observed = result.observed
-        return SpiderOutput(
-            logits,
-            segments=zero + result.segments,
-            mean_loops=result.stats.mean_loops.detach(),
-            tokens_per_expert=result.stats.count_LE,
-            boundary_counts=zero.new_zeros(0) if observed is None else observed.counts,
-        )
 
     def extra_losses(self, out: SpiderOutput, labels: Tensor) -> dict[str, Tensor]:
         """Return further loss terms for training, scalars by name: a hook for subclasses. train.py
@@ -1149,9 +1105,7 @@ class Spider(DecodingMixin, nn.Module):
     def boundaries(
         self,
         predicted: Tensor | None,
-        input_ids: Tensor,
-        shifted_WM: Tensor,
-        packing: Packing,
+        packed: PackedBytes,
         noise_M: Tensor | None,
         summed: Tensor | None = None,
     ) -> Tensor:
@@ -1159,9 +1113,10 @@ class Spider(DecodingMixin, nn.Module):
 
         predicted: see predict_boundaries. noise_M: of training. summed [documents]: in decoding,
         see boundaries.flexitokens_boundaries."""
-        ids_M = input_ids.reshape(-1)
+        ids_M = packed.ids_M
+        packing = packed.packing
         if predicted is None:
-            b_M = word_ends(shifted_WM[:2]).squeeze(0).to(self.wide_dtype)
+            b_M = word_ends(packed.shifted_WM[:2]).squeeze(0).to(self.wide_dtype)
         elif isinstance(self.boundary_predictor, SurprisePredictor):
             ends_M = self.boundary_predictor.boundaries(predicted, ids_M, packing.position, noise_M)
             b_M = ends_M.to(self.wide_dtype)
@@ -1175,7 +1130,7 @@ class Spider(DecodingMixin, nn.Module):
         z_ND: Tensor,
         b_M: Tensor,
         segment_cu_seqlens: Tensor,
-        rows: PackedBytes,
+        packed: PackedBytes,
         n_loops: int,
         noise_M: Tensor | None,
         dropout: float,
@@ -1188,19 +1143,19 @@ class Spider(DecodingMixin, nn.Module):
         runs even without segments, because all ranks must run the same collectives."""
         assert self.core is not None
         segments = len(z_ND)
-        longest_document = rows.packing.longest  # in bytes, an upper bound
+        longest_document = packed.packing.longest  # in bytes, an upper bound
         step = row_step(len(b_M), longest_document)
         padded = round_up(max(1, segments), step)
         padding = padded - segments
         if padding:
             segment_cu_seqlens = F.pad(segment_cu_seqlens, (0, 1), value=padded)
-        bound = max(longest_document, step)  # of segments in a document, and of rows in the padding
+        bound = max(longest_document, step)  # most segments in a document, most rows in the padding
         packing = Packing.build(segment_cu_seqlens, padded, bound, self.config, self.compute_dtype)
         last_byte_N = last_byte_of(b_M, padded)
         share = z_ND.new_full((segments,), 1 / max(1, segments), dtype=self.wide_dtype)
         core_pass = CorePass(
             packing,
-            last_bytes_WN=rows.shifted_WM.index_select(1, last_byte_N),
+            last_bytes_WN=packed.shifted_WM.index_select(1, last_byte_N),
             share_N=F.pad(share, (0, padding)),
             n_loops=n_loops,
             recompute=self.recompute != "nothing" and torch.is_grad_enabled(),
@@ -1218,8 +1173,8 @@ class Spider(DecodingMixin, nn.Module):
         last_bytes_WN: Tensor,
         share_N: Tensor,
         n_loops: int,
-        latents: Cache,
-        convolved: Cache,
+        latents: LatentCache,
+        convolved: ConvolutionCache,
     ) -> Tensor:
         """Run the core on the segments that a decoding step has finished, after those in the
         caches; see CorePass."""
@@ -1246,22 +1201,30 @@ class Spider(DecodingMixin, nn.Module):
         back: int = 0,
     ) -> Tensor:
         """Unpool the core's output to bytes: z [N, O * D], null [O * D] or one per document, b [M]
-        -> [M, D]. open_bytes, back: see segment_offsets."""
+        -> [M, D]. open_bytes: see segment_offsets. back: 0 for the last segment that has ended, 1
+        for the one before."""
         offsets = self.config.segment_offsets
         offset_M = None
         if offsets > 1:
             z = z.unflatten(-1, (offsets, -1))
             null = null.unflatten(-1, (offsets, -1))
             start_M = packing.cu_seqlens.index_select(0, packing.document)
-            offset_M = segment_offsets(b_M, start_M, offsets, open_bytes, back)
+            boundary_M = boundary_before_last(b_M) if back else last_boundary(b_M)
+            offset_M = segment_offsets(boundary_M, start_M, offsets, open_bytes)
         return unpool_segments(z, null, b_M, packing.cu_seqlens, segment_cu_seqlens, offset_M, back)
+
+    # ----------------------------------------------------------------------------------------------
+    # Decoding, see spider/decode.py
+
+    decoding_state = decoding_state
+    step = step
+    generate_batch = generate_batch
+    generate = generate
 
     # ----------------------------------------------------------------------------------------------
     # Training
 
-    def cast_weights_once(self):
-        """Cast weights once for all passes inside, see layers.cast_weights_once."""
-        return cast_weights_once(self)
+    cast_weights_once = cast_weights_once  # a context for all passes of an optimizer step
 
     def zero_grad(self, set_to_none: bool = True):
         """Drop all gradients, including those gathered by Engram tables."""
@@ -1292,6 +1255,9 @@ class Spider(DecodingMixin, nn.Module):
     def compile_layers(self, **settings: Any) -> str | None:
         """Compile each kind of layer to one graph by torch.compile. Also compile the core's
         injection, and what its Engrams compute once for all loops.
+
+        Of each such module, the function `in_one_graph` of its class is compiled, and `compiled` is
+        the compiled form. It is not the module itself, which has FSDP's hooks.
 
         Only passes with gradients are compiled: evaluation and decoding, with other shapes, stay
         eager. The numbers of segments and documents are dynamic sizes. `settings` go to
@@ -1324,13 +1290,13 @@ class Spider(DecodingMixin, nn.Module):
         for module in self._compilable_modules():
             module.compiled = None
 
-    def _compilable_modules(self, with_core: bool = True) -> list[Compilable]:
+    def _compilable_modules(self, with_core: bool = True) -> list[Any]:
         """Return the modules that compile_layers compiles: byte layers, and what of the core can be
         compiled."""
         modules: list[nn.Module] = [*self.prelude, *self.coda]
         if self.core is not None and with_core:
             modules += self.core.modules()
-        return [module for module in modules if isinstance(module, Compilable)]
+        return [module for module in modules if hasattr(module, "in_one_graph")]
 
     def set_backend(self, backend: str):
         """Choose the backend of the experts, one of config.BACKENDS; raise ValueError for any other

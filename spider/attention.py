@@ -16,9 +16,8 @@ Shapes, as suffixes of names:
 """
 
 import math
-from collections.abc import Sequence
 from copy import copy
-from dataclasses import dataclass
+from typing import Self
 
 import torch
 import torch.nn.functional as F
@@ -26,53 +25,7 @@ from torch import Tensor, nn
 
 from spider.config import SpiderConfig
 from spider.layers import Linear, rms_norm, weight_of
-from spider.packing import Packing
-
-# --------------------------------------------------------------------------------------------------
-# The rows that a loop computes
-
-
-@dataclass
-class ActiveRows:
-    """The segments that are still in the core: the rows that a loop computes.
-
-    Later segments read the other rows as their last loop left them. With `index`, only these rows
-    are computed. Their number has to be known on the host, which waits for the device to learn it.
-    With `mask` instead, all rows are computed, and results of inactive ones are discarded. With
-    neither, all rows are active.
-    """
-
-    index: Tensor | None = None  # int64 [n], ascending
-    mask: Tensor | None = None  # bool [M]
-    halted: Tensor | None = None  # bool [n]: computed once more, for later segments to read
-
-    def select(self, x: Tensor) -> Tensor:
-        """Select the active rows, [M, ...] -> [n, ...]."""
-        if self.index is None:
-            return x
-        return x.index_select(0, self.index)
-
-    def scatter(self, x_nD: Tensor, rows: int) -> Tensor:
-        """Scatter active rows [n, D] to all rows [M, D]; the others are zero. rows: M."""
-        if self.index is None:
-            return x_nD
-        return x_nD.new_zeros(rows, x_nD.shape[1]).index_copy(0, self.index, x_nD)
-
-    def merge(self, before_MD: Tensor | None, x_nD: Tensor) -> Tensor:
-        """Replace the active rows of the loop before by x, return all rows [M, D].
-
-        `before` is None in the first loop, in which all rows are active."""
-        if before_MD is None:
-            return x_nD
-        if self.index is not None:
-            return before_MD.index_copy(0, self.index, x_nD)
-        if self.mask is not None:
-            return torch.where(self.mask[:, None], x_nD, before_MD)
-        return x_nD
-
-
-ALL_ROWS = ActiveRows()
-
+from spider.packing import ALL_ROWS, ActiveRows, Packing
 
 # --------------------------------------------------------------------------------------------------
 # The cache of decoding
@@ -89,89 +42,72 @@ class Cache:
     buffer: Tensor  # [layers, loops, B, S, width]
     slot: Tensor  # int64 [M], where the step's rows go in [B * S]
     used_slots: int  # a bound of the slots in use; those behind it were never filled
-    hidden: Tensor | None  # bool [B, T, used_slots]: not visible to a row; None: all are visible
-    padded_row: Tensor  # int64 [M], the step's rows in [B * T]; only with `hidden`
-    earlier_slot: Tensor  # int64 [distances * M], of the rows to look back at, in [B * S]
-    has_earlier: Tensor  # bool [distances, M, 1], whether there is such a row
+    slots: Tensor  # [loops, B * S, width], the part of `buffer` from a layer's loop on, see `of`
 
-    def __init__(
-        self,
-        buffer: Tensor,
-        packing: Packing,
-        before: Tensor,
-        window: int = 0,
-        distances: Sequence[int] = (),
-    ):
+    def __init__(self, buffer: Tensor, packing: Packing, before: Tensor, window: int = 0):
         """Prepare the buffer of the step before for a step's rows.
 
         packing: of the step's rows. before int64 [B]: rows of each document in earlier steps.
-        window: rows that a row attends to, including itself; 0: all. distances: those, in rows, at
-        which put_and_look_back looks back; with these, the cache cannot attend. Waits for the
-        device."""
-        # The common step of sampling: a single row, which sees all that is stored.
-        single = packing.longest == 1 and len(before) == 1
-        newest = before if single else before + packing.cu_seqlens.diff() - 1  # [B], last position
-        rows = int(newest.max()) + 1  # host synchronisation
+        window: rows that a row reads, including itself; 0: all. Waits for the device."""
+        lengths = before + packing.cu_seqlens.diff()
+        rows = int(lengths.max())  # host synchronisation
         needed = min(rows, window + packing.longest - 1) if window else rows
         slots = buffer.shape[3]
-        if single and needed == window:
+        if is_single_row(packing) and needed == window:
             # Exactly the window: each new row overwrites the one that it no longer sees.
             if slots != needed:
                 buffer = _with_slots(buffer, before, needed)
         elif not needed <= slots <= max(16, 4 * needed):
             buffer = _with_slots(buffer, before, 2 * needed)
-
-        slots = buffer.shape[3]
         self.buffer = buffer
         self.packing = packing
-        self.layer = 0
-        self.loop = 0
-        self.slot = packing.position % slots
-        if len(before) > 1:
-            self.slot = self.slot + packing.document * slots
-        self.used_slots = min(rows, slots)
-        self.hidden = None
-        if distances:
-            distance = torch.tensor(distances, device=buffer.device)[:, None]
-            position = packing.position - distance  # [distances, M]
-            self.earlier_slot = (packing.document * slots + position % slots).flatten()
-            self.has_earlier = (position >= 0)[:, :, None]
-        elif not single:
-            self.hidden = self._hidden(newest, before, window)
-            row_in_step = packing.position - before.index_select(0, packing.document)
-            self.padded_row = packing.document * packing.longest + row_in_step
+        self.slot = self.slot_of(packing.position)
+        self.used_slots = min(rows, buffer.shape[3])
 
-    def _hidden(self, newest_B: Tensor, before_B: Tensor, window: int) -> Tensor:
-        """Mark what the step's rows must not see, bool [B, T, used_slots]: slots that were never
-        filled, later rows, and rows before the window."""
+    def slot_of(self, position: Tensor) -> Tensor:
+        """Return the slot in [B * S] of a position in each row's document, [..., M]."""
         slots = self.buffer.shape[3]
-        slot = torch.arange(self.used_slots, device=self.buffer.device)
-        # The position of the row in each slot, once the step's rows are stored; below 0: none.
-        stored_BS = newest_B[:, None] - (newest_B[:, None] - slot) % slots
-        step = torch.arange(self.packing.longest, device=self.buffer.device)
-        row_BT1 = (before_B[:, None] + step)[:, :, None]
-        stored_B1S = stored_BS[:, None]
-        hidden_BTS = (stored_B1S < 0) | (stored_B1S > row_BT1)
-        if window:
-            hidden_BTS |= stored_B1S <= row_BT1 - window
-        return hidden_BTS
+        return self.packing.document * slots + position % slots
 
-    def of(self, layer: int, loop: int = 0) -> "Cache":
+    def of(self, layer: int, loop: int = 0) -> Self:
         """Return a view for a layer and loop, on the same buffer."""
         view = copy(self)
-        view.layer = layer
-        view.loop = loop
+        view.slots = self.buffer[layer, loop:].flatten(1, 2)
         return view
 
     def put(self, x: Tensor) -> Tensor:
-        """Store the step's rows [M, width]; return all rows of this layer and loop [B, S, width].
+        """Store the step's rows [M, width]; return all rows of this layer and loop, [B * S, width].
 
         This also fills all later loops. A segment that halts is not computed there, so these loops
         read its last state."""
-        from_this_loop = self.buffer[self.layer, self.loop :]  # [loops, B, S, width]
-        slots = from_this_loop.flatten(1, 2)  # a view
-        slots.index_copy_(1, self.slot, x.expand(len(slots), -1, -1))
-        return from_this_loop[0]
+        self.slots.index_copy_(1, self.slot, x.expand(len(self.slots), -1, -1))
+        return self.slots[0]
+
+
+class LatentCache(Cache):
+    """The cache of attention: latents of earlier rows, to which a step's rows attend."""
+
+    hidden: Tensor | None = None  # bool [B, T, used_slots]: not visible to a row; None: all are
+    padded_row: Tensor  # int64 [M], the step's rows in [B * T]; only with `hidden`
+
+    def __init__(self, buffer: Tensor, packing: Packing, before: Tensor, window: int = 0):
+        super().__init__(buffer, packing, before, window)
+        if is_single_row(packing):  # it sees all that is stored
+            return
+        row_in_step = packing.position - before.index_select(0, packing.document)
+        self.padded_row = packing.document * packing.longest + row_in_step
+
+        newest_B1 = (before + packing.cu_seqlens.diff() - 1)[:, None]  # last position
+        slots = self.buffer.shape[3]
+        slot = torch.arange(self.used_slots, device=buffer.device)
+        # The position of the row in each slot, once the step's rows are stored; below 0: none.
+        stored_BS = newest_B1 - (newest_B1 - slot) % slots
+        stored_B1S = stored_BS[:, None]
+        step = torch.arange(packing.longest, device=buffer.device)
+        row_BT1 = (before[:, None] + step)[:, :, None]
+        self.hidden = (stored_B1S < 0) | (stored_B1S > row_BT1)
+        if window:
+            self.hidden |= stored_B1S <= row_BT1 - window
 
     def attend(self, q: Tensor, x: Tensor, scale: float, value_width: int) -> Tensor:
         """Store the step's rows x [M, width] and attend to all rows -> [M, H, value_width].
@@ -180,7 +116,7 @@ class Cache:
         rows, heads, width = q.shape
         documents = len(self.packing.cu_seqlens) - 1
         longest = self.packing.longest
-        keys_BSw = self.put(x)[:, : self.used_slots]
+        keys_BSw = self.put(x).unflatten(0, (documents, -1))[:, : self.used_slots]
         padded = documents * longest != rows
         if padded:
             q = q.new_zeros(documents * longest, heads, width).index_copy(0, self.padded_row, q)
@@ -193,12 +129,10 @@ class Cache:
         out = out.view(documents * longest, heads, value_width)
         return out.index_select(0, self.padded_row) if padded else out
 
-    def put_and_look_back(self, x: Tensor) -> Tensor:
-        """Store the step's rows [M, width]; return the earlier rows at the cache's distances,
-        [distances, M, width]. They are zero before a document's start."""
-        rows = self.put(x).flatten(0, 1)  # [B * S, width]
-        earlier = rows.index_select(0, self.earlier_slot).view(-1, *x.shape)
-        return torch.where(self.has_earlier, earlier, 0)
+
+def is_single_row(packing: Packing) -> bool:
+    """Return whether a step has one row of one document, as it has in sampling."""
+    return packing.longest == 1 and len(packing.cu_seqlens) == 2
 
 
 def _with_slots(buffer: Tensor, rows_B: Tensor, slots: int) -> Tensor:
@@ -383,9 +317,9 @@ class MLA(nn.Module):
         self,
         x: Tensor,
         packing: Packing,
-        active: ActiveRows,
+        active: ActiveRows = ALL_ROWS,
         latent: Tensor | None = None,
-        cache: Cache | None = None,
+        cache: LatentCache | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Attend from the active rows x [n, D] -> [n, D]; also return the latents [M, C + R].
 
@@ -427,7 +361,7 @@ class MLA(nn.Module):
         return attend_padded(qkv.view(rows, heads, 3, -1), packing)
 
     def _attend_to_cache(
-        self, q_MHQ: Tensor, c_kv_MC: Tensor, k_rope_MR: Tensor, cache: Cache
+        self, q_MHQ: Tensor, c_kv_MC: Tensor, k_rope_MR: Tensor, cache: LatentCache
     ) -> Tensor:
         """Attend to the latents themselves -> [M, H * Q], without keys and values of each head.
 

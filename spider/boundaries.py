@@ -1,17 +1,15 @@
 """Where segments end: FlexiTokens, words, and learned boundaries.
 
 **FlexiTokens** (arXiv 2507.12720) samples boundaries from learned probabilities; a loss controls
-their rate. **Words** (SpaceByte, arXiv 2404.14408) end where a word does, see memory.word_ends.
-**Learned** boundaries are where the next byte is hard to predict, and where a boundary pays:
-SurprisePredictor.
+their rate. **Words** (SpaceByte, arXiv 2404.14408) end where a word does: word_ends. **Learned**
+boundaries are where the next byte is hard to predict, and where a boundary pays: SurprisePredictor.
 
 Shapes, also at the end of names: M packed bytes, D hidden size, V vocabulary. b_M is 1 where a
 segment ends, else 0. Losses and entropies are in nats.
 """
 
 import math
-from dataclasses import dataclass
-from functools import partial
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -23,6 +21,29 @@ from spider.noise import splitmix, uniform
 from spider.packing import Packing
 from spider.segments import last_boundary
 from spider.vocabulary import EOS_ID, PAD_ID
+
+# --------------------------------------------------------------------------------------------------
+# Words
+
+
+def word_ends(shifted_WM: Tensor) -> Tensor:
+    """Mark bytes that end a word: those that are not word bytes, after one that is.
+
+    shifted [W, M]: see memory.shifted_bytes. Returns bool [W - 1, M], for the byte k positions
+    back.
+
+    Word bytes are letters, digits, _, UTF-8 continuation bytes, and the lead bytes of two-byte
+    letters (from 0xC3 on: Latin, Greek, Cyrillic, Hebrew, Arabic). A Chinese character is therefore
+    a word. This is the rule of SpaceByte, arXiv 2404.14408, except that there _ and those lead
+    bytes end a word."""
+    lower_case = shifted_WM | 32  # if it is a letter
+    is_letter = (lower_case >= ord("a")) & (lower_case <= ord("z"))
+    is_digit = (shifted_WM >= ord("0")) & (shifted_WM <= ord("9"))
+    is_underscore = shifted_WM == ord("_")
+    is_utf8 = (shifted_WM >= 0x80) & (shifted_WM < 0xE0) & (shifted_WM != 0xC2)
+    is_word_byte = is_letter | is_digit | is_underscore | is_utf8
+    return is_word_byte[1:] & ~is_word_byte[:-1]
+
 
 # --------------------------------------------------------------------------------------------------
 # FlexiTokens
@@ -77,14 +98,14 @@ def boundary_loss(b_M: Tensor, input_ids: Tensor, config: SpiderConfig) -> Tenso
 # --------------------------------------------------------------------------------------------------
 # Learned boundaries
 
-GAIN_WEIGHT = 3.0  # of a gain in the score, where surprise has 1
+GAIN_WEIGHT = 3.0  # weight of a gain in the score, where surprise has 1
 # Weight of the regression in the score, by step: 0 up to the first, then linear, 1 from the second
 TRUST_BEGINS = 30
 TRUST_COMPLETE = 60
-HISTOGRAM_DECAY = 0.9  # of earlier scores' counts at each step, after TRUST_COMPLETE
+HISTOGRAM_DECAY = 0.9  # factor on earlier scores' counts at each step, after TRUST_COMPLETE
 STRAY_RATE = 0.003  # random boundaries per byte, in training
-STRAY_SITE = 5  # of the noise; dropout has 0 to 3, see spider_model
-LOSS_WEIGHT = 0.001  # of both squared errors: small, so that gradient clipping does not see it
+STRAY_SITE = 5  # site of the noise; dropout has 0 to 3, see spider_model
+LOSS_WEIGHT = 0.001  # weight of both squared errors: so small that clipping does not see it
 MAX_LOSS = 12.0  # targets of the regression are clamped to these, in nats
 MAX_GAIN = 3.0
 # The histogram of scores has N_BINS from -MAX_SCORE to MAX_SCORE nats, of BIN nats each
@@ -94,18 +115,51 @@ BIN = 2 * MAX_SCORE / N_BINS
 TIE_BINS = 64  # bins over which `tie` spreads equal scores
 
 
-@dataclass
-class Observed:
-    """A pass in training, as far as the predictor learns from it.
+class Expectation(NamedTuple):
+    """What the predictor expects of a pass in training, before the losses of its bytes are
+    known."""
 
-    The loss fills in the last two: `surprise_loss` the labels, its backward pass the weight. The
-    backward pass reaches the loss's nats before the gain, which therefore finds the weight."""
+    loss_M: Tensor  # expected losses of the next bytes
+    zero_M: Tensor  # to add to the losses of the next bytes, see GainRegression
+    counts: Tensor  # scores by bin and pairs of bytes, see `count`
 
-    predicted: Tensor  # [M, 2], surprise and gain
-    ids_M: Tensor
-    counts: Tensor  # for `update`: of scores by bin, and of pairs of bytes
-    has_label_M: Tensor | None = None  # bool
-    nat_weight: Tensor | None = None  # gradient of the loss to minimize by a byte's nats
+
+class GainRegression(torch.autograd.Function):
+    """Fit the gain of each boundary, in the backward pass, to the nats that it saves.
+
+    Passes `unpooled` on. earlier_MD: what bytes would have received without their last boundary.
+    Moving the bytes behind a boundary from the one to the other would change the loss, to first
+    order, by the dot product of its gradient and the difference. That is the target of the gain,
+    which gets the gradient of its squared error alone.
+
+    Also returns zeros to add to the losses of bytes: their gradient is what a byte's nats weigh in
+    the loss to minimize. It is 0 without a label, and everywhere if the loss is another one."""
+
+    @staticmethod
+    def forward(ctx, unpooled_MD, gain_M, b_M, earlier_MD, rate):
+        ctx.save_for_backward(unpooled_MD - earlier_MD, gain_M, b_M)
+        ctx.rate = rate
+        return unpooled_MD.view_as(unpooled_MD), torch.zeros_like(gain_M)
+
+    @staticmethod
+    def backward(ctx, grad_MD, nat_weight_M):
+        difference_MD, gain_M, b_M = ctx.saved_tensors
+        boundary_M = last_boundary(b_M).clamp_min(0)
+        change_M = (grad_MD * difference_MD).sum(1).to(gain_M.dtype)
+        change_M = torch.zeros_like(gain_M).index_add_(0, boundary_M, change_M)
+        target_M = -change_M / nat_weight_M.clamp_min(1e-30)
+        error_M = gain_M - target_M.clamp(-MAX_GAIN, MAX_GAIN)
+        # `rate` of the bytes are boundaries: / rate makes this a mean over those, as surprise's is
+        # one over bytes.
+        grad_M = 2 * LOSS_WEIGHT / ctx.rate * nat_weight_M * error_M
+        return grad_MD, torch.where(b_M > 0, grad_M, 0), None, None, None
+
+
+def surprise_loss(expected_M: Tensor, losses_M: Tensor, has_label_M: Tensor) -> Tensor:
+    """Return the squared error of the losses that the predictor expects, a sum over the bytes with
+    a label."""
+    error_M = expected_M - losses_M.clamp_max(MAX_LOSS)
+    return LOSS_WEIGHT * torch.where(has_label_M, error_M, 0).square().sum()
 
 
 class SurprisePredictor(nn.Module):
@@ -130,13 +184,6 @@ class SurprisePredictor(nn.Module):
     from is a sum over bytes, so neither micro-batches nor ranks change it. `update` is called once
     per optimizer step."""
 
-    pairs: Tensor  # [V, V], counts of a byte and the next one
-    entropy: Tensor  # [V], nats above the mean, by the last byte
-    histogram: Tensor  # [N_BINS], counts of scores
-    threshold: Tensor  # [1]
-    mean_loss: Tensor  # [1], nats per byte of the last step
-    steps: Tensor  # [1]
-
     def __init__(self, hidden_size: int, vocab_size: int, rate: float):
         super().__init__()
         self.rate = rate
@@ -145,12 +192,14 @@ class SurprisePredictor(nn.Module):
             nn.GELU(),
             WideLinear(hidden_size // 4, 2, bias=True),
         )
-        self.register_buffer("pairs", torch.empty(vocab_size, vocab_size))
-        self.register_buffer("entropy", torch.empty(vocab_size))
-        self.register_buffer("histogram", torch.empty(N_BINS))
-        self.register_buffer("threshold", torch.empty(1))
-        self.register_buffer("mean_loss", torch.empty(1))
-        self.register_buffer("steps", torch.empty(1))
+        # counts of a byte and the next one
+        self.pairs: Tensor = nn.Buffer(torch.empty(vocab_size, vocab_size))
+        # entropy after each byte, in nats above the mean
+        self.entropy: Tensor = nn.Buffer(torch.empty(vocab_size))
+        self.histogram: Tensor = nn.Buffer(torch.empty(N_BINS))  # counts of scores
+        self.threshold: Tensor = nn.Buffer(torch.empty(1))
+        self.mean_loss: Tensor = nn.Buffer(torch.empty(1))  # nats per byte of the last step
+        self.steps: Tensor = nn.Buffer(torch.empty(1))
 
     @torch.no_grad()
     def init_weights(self):
@@ -204,61 +253,20 @@ class SurprisePredictor(nn.Module):
         predicted: Tensor,
         ids_M: Tensor,
         b_M: Tensor,
-        packing: Packing,
+        position_M: Tensor,
         unpooled_MD: Tensor,
         earlier_MD: Tensor,
-    ) -> tuple[Tensor, Observed]:
+    ) -> tuple[Tensor, Expectation]:
         """Observe a pass in training; return `unpooled` with unchanged values, through which the
-        gain learns in backward.
-
-        earlier_MD: what bytes would have received without their last boundary. `amount` is a
-        variable of value 0 at each boundary: unpooled + amount * (unpooled - earlier) makes its
-        gradient the first-order change of the loss between the two segments. That is the target of
-        the gain's regression."""
-        observed = Observed(predicted, ids_M, self._count(predicted, ids_M, packing.position))
-        gain_M = predicted[:, 1]
-        amount_M = gain_M - gain_M.detach()
-        if amount_M.requires_grad:
-            amount_M.register_hook(partial(self._gain_gradient, observed, b_M))
-        boundary_M = last_boundary(b_M).clamp_min(0)
-        amount = amount_M.index_select(0, boundary_M)[:, None].to(unpooled_MD.dtype)  # [M, 1]
-        return torch.addcmul(unpooled_MD, amount, (unpooled_MD - earlier_MD).detach()), observed
-
-    def _gain_gradient(self, observed: Observed, b_M: Tensor, grad_M: Tensor) -> Tensor:
-        """Replace the loss's gradient by that of the gain's squared error, so that the regression
-        alone learns. The loss's gradient gives its target: the loss falls by the gain."""
-        if observed.nat_weight is None or observed.has_label_M is None:
-            return torch.zeros_like(grad_M)  # of a loss that is not the model's
-        target_M = -grad_M / observed.nat_weight.clamp_min(1e-30)
-        target_M = target_M.clamp(-MAX_GAIN, MAX_GAIN)
-        error_M = observed.predicted[:, 1].detach() - target_M
-        error_M = torch.where((b_M > 0) & observed.has_label_M, error_M, 0)
-        # `rate` of the bytes are boundaries: / rate makes this a mean over those, as surprise's is
-        # one over bytes.
-        return 2 * LOSS_WEIGHT / self.rate * observed.nat_weight * error_M
-
-    def surprise_loss(
-        self, observed: Observed, nats: Tensor, losses_M: Tensor, has_label_M: Tensor
-    ) -> Tensor:
-        """Return the loss of entropy and surprise as predictions, a sum over the bytes with a
-        label.
-
-        losses_M: of the next bytes. nats: their sum in the loss to minimize, whose gradient tells
-        how much a nat weighs there."""
-
-        def keep_weight(grad: Tensor):
-            observed.nat_weight = grad
-
-        observed.has_label_M = has_label_M
-        if nats.requires_grad:
-            nats.register_hook(keep_weight)
-        entropy_M = self.entropy.index_select(0, observed.ids_M)
-        expected_M = entropy_M + observed.predicted[:, 0] + self.mean_loss
-        error_M = expected_M - losses_M.clamp_max(MAX_LOSS)
-        return LOSS_WEIGHT * torch.where(has_label_M, error_M, 0).square().sum()
+        gain learns in backward, see GainRegression."""
+        surprise_M, gain_M = predicted.unbind(1)
+        unpooled_MD, zero_M = GainRegression.apply(unpooled_MD, gain_M, b_M, earlier_MD, self.rate)
+        loss_M = self.entropy.index_select(0, ids_M) + surprise_M + self.mean_loss
+        counts = self.count(predicted, ids_M, position_M)
+        return unpooled_MD, Expectation(loss_M, zero_M, counts)
 
     @torch.no_grad()
-    def _count(self, predicted: Tensor, ids_M: Tensor, position_M: Tensor) -> Tensor:
+    def count(self, predicted: Tensor, ids_M: Tensor, position_M: Tensor) -> Tensor:
         """Count scores by bin, as the next step weighs them, and pairs of bytes: [N_BINS + V * V]
         fp32. EOS and PAD have no score; a pair lies within a document."""
         counts = torch.zeros(N_BINS + self.pairs.numel(), device=ids_M.device)
@@ -315,6 +323,6 @@ class SurprisePredictor(nn.Module):
         wanted = self.rate * above[-1:]
         i = torch.searchsorted(above, wanted).clamp_max(N_BINS - 1)  # the bin of the threshold
         inside = falling[i]
-        part = (wanted - above[i] + inside) / inside.clamp_min(1e-9)  # of the bin, above it
+        part = (wanted - above[i] + inside) / inside.clamp_min(1e-9)  # part of the bin above it
         threshold = MAX_SCORE - (i + part) * BIN
         self.threshold.copy_(torch.where(wanted > 0, threshold, self.threshold))

@@ -11,7 +11,7 @@ from spider.vocabulary import VOCAB_SIZE
 BOUNDARIES = ("learned", "flexitokens", "words")
 RECOMPUTE = ("nothing", "core", "all")
 OPTIMIZERS = ("adamw", "adamw8bit", "muon")
-BACKENDS = ("loop", "grouped", "triton", "tile")  # of the routed experts (tile_moe.py)
+BACKENDS = ("loop", "grouped", "triton", "tile")  # see tile_moe.py
 WORD_BYTES = 32  # the past bytes in which the ends of words are searched
 ORDER_BYTES = 32  # the longest context of a memory, in bytes
 MAX_LOOPS = 4096  # the most loops of the core, in flags and checkpoints
@@ -253,7 +253,7 @@ def parse_value(name: str, text: str, kind: type) -> int | float | bool | str | 
 
 # The range of every number. Within the upper bounds no product of sizes overflows, and no model
 # takes minutes to construct.
-WEIGHT = (0, 1_000_000)  # of a term of the loss
+WEIGHT = (0, 1_000_000)  # range of the weight of a term of the loss
 RANGES = {
     "vocab_size": (VOCAB_SIZE, 65_536),
     "hidden_size": (1, 65_536),

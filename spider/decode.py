@@ -1,8 +1,8 @@
 """Decode: feed bytes to a model step by step, carry its state from one step to the next, draw and
 generate bytes.
 
-DecodingState is the state. DecodingMixin gives Spider its methods: `step` feeds bytes to a state,
-with the logits of the full pass; `generate_batch` and `generate` write.
+DecodingState is the state. Four functions are methods of Spider: `decoding_state` makes a state,
+`step` feeds bytes to it, with the logits of the full pass; `generate_batch` and `generate` write.
 
 Shapes, as suffixes of names:
     B  rows of a state, each in its own document
@@ -19,16 +19,15 @@ Shapes, as suffixes of names:
 """
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from spider.attention import Cache
-from spider.config import SpiderConfig
-from spider.memory import MatchHistory, MatchMemory, SegmentEngram
+from spider.attention import LatentCache
+from spider.memory import ConvolutionCache, MatchHistory, PackedBytes
 from spider.packing import Packing, document_starts
 from spider.segments import last_byte_of, sum_segments
 from spider.vocabulary import EOS_ID, PAD_ID
@@ -177,140 +176,118 @@ def forbid_repeats(logits: Tensor, written: Tensor, size: int) -> Tensor:
 
 
 # --------------------------------------------------------------------------------------------------
-# The methods of Spider
+# The methods of Spider, whose module imports this one
 
 
-class DecodingMixin(nn.Module):
-    """The decoding methods of Spider, which has the attributes and methods declared here."""
+def decoding_state(model: Any, rows: int = 1, n_loops: int | None = None) -> DecodingState:
+    """Make the state of `rows` empty rows; n_loops defaults to the config's."""
+    c = model.config
+    n_loops = model.loops_of(n_loops)
+    latent_width = c.kv_lora_rank + c.qk_rope_head_dim
+    byte_layers = c.n_prelude_layers + c.n_coda_layers
 
-    config: SpiderConfig
-    compute_dtype: torch.dtype
-    embed_tokens: nn.Parameter
-    engram_match: MatchMemory | None
-    core: nn.Module | None
-    loops_of: Callable[[int | None], int]
-    null_rows: Callable[[], Tensor]
-    cast_weights_once: Callable[[], AbstractContextManager]
-    before_core: Callable[..., Tensor]
-    predict_boundaries: Callable[[Tensor], Tensor | None]
-    boundaries: Callable[..., Tensor]
-    decode_core: Callable[..., Tensor]
-    unpool: Callable[..., Tensor]
-    after_core: Callable[..., Tensor]
+    def zeros(*shape: int, dtype: torch.dtype = model.compute_dtype) -> Tensor:
+        return torch.zeros(shape, dtype=dtype, device=model.embed_tokens.device)
 
-    @property
-    def wide_dtype(self) -> torch.dtype:
-        raise NotImplementedError
+    null = zeros(c.hidden_size) if model.core is None else model.null_rows()
+    return DecodingState(
+        n_loops=n_loops,
+        last_bytes=zeros(rows, c.longest_order, dtype=torch.int64).fill_(PAD_ID),
+        position=zeros(rows, dtype=torch.int64),
+        segments=zeros(rows, dtype=torch.int64),
+        summed=zeros(rows, dtype=torch.float64),
+        open_segment=zeros(rows, c.hidden_size, dtype=model.wide_dtype),
+        open_bytes=zeros(rows, 1, dtype=model.wide_dtype),
+        unpooled=null.detach().to(model.compute_dtype).repeat(rows, 1),
+        history_ids=zeros(rows, 1, dtype=torch.int64),
+        history_keys=zeros(c.match_contexts, rows, 1, dtype=torch.int64),
+        history_previous=zeros(c.match_contexts, rows, 1, dtype=torch.int64),
+        byte_latents=zeros(byte_layers, 1, rows, 1, latent_width),
+        segment_latents=zeros(c.n_recurrent_layers, n_loops, rows, 1, latent_width),
+        convolved=zeros(len(c.engram_layers), n_loops, rows, 1, c.hidden_size),
+    )
 
-    def decoding_state(self, rows: int = 1, n_loops: int | None = None) -> DecodingState:
-        """Make the state of `rows` empty rows; n_loops defaults to the config's."""
-        c = self.config
-        n_loops = self.loops_of(n_loops)
-        latent_width = c.kv_lora_rank + c.qk_rope_head_dim
-        byte_layers = c.n_prelude_layers + c.n_coda_layers
 
-        def zeros(*shape: int, dtype: torch.dtype = self.compute_dtype) -> Tensor:
-            return torch.zeros(shape, dtype=dtype, device=self.embed_tokens.device)
+@torch.no_grad()
+def step(model: Any, input_ids: Tensor, state: DecodingState) -> Tensor:
+    """Feed input_ids int64 [B, T] and advance the state; return fp32 logits [B, T, vocab_size].
 
-        if self.core is None:
-            null = zeros(c.hidden_size)
-        else:
-            null = self.null_rows().detach().to(self.compute_dtype)
-        return DecodingState(
-            n_loops=n_loops,
-            last_bytes=zeros(rows, c.longest_order, dtype=torch.int64).fill_(PAD_ID),
-            position=zeros(rows, dtype=torch.int64),
-            segments=zeros(rows, dtype=torch.int64),
-            summed=zeros(rows, dtype=torch.float64),
-            open_segment=zeros(rows, c.hidden_size, dtype=self.wide_dtype),
-            open_bytes=zeros(rows, 1, dtype=self.wide_dtype),
-            unpooled=null.repeat(rows, 1),
-            history_ids=zeros(rows, 1, dtype=torch.int64),
-            history_keys=zeros(c.match_contexts, rows, 1, dtype=torch.int64),
-            history_previous=zeros(c.match_contexts, rows, 1, dtype=torch.int64),
-            byte_latents=zeros(byte_layers, 1, rows, 1, latent_width),
-            segment_latents=zeros(c.n_recurrent_layers, n_loops, rows, 1, latent_width),
-            convolved=zeros(len(c.engram_layers), n_loops, rows, 1, c.hidden_size),
-        )
+    They equal those of `forward` in evaluation mode over the whole text. The core runs once for all
+    segments that end here. Call this inside `cast_weights_once` to cast weights once for many
+    steps.
 
-    @torch.no_grad()
-    def step(self, input_ids: Tensor, state: DecodingState) -> Tensor:
-        """Feed input_ids int64 [B, T] and advance the state; return fp32 logits [B, T, vocab_size].
+    Raise RuntimeError in training mode, where segments are random, and ValueError for bad
+    input_ids."""
+    if model.training:
+        raise RuntimeError("decoding needs evaluation mode: call model.eval() first")
+    check_ids("input_ids", input_ids, len(state.position), "n")
+    pieces = input_ids.tensor_split(_piece_starts(input_ids), dim=1)
+    with torch.inference_mode():  # 10% faster
+        logits = [_read_piece(model, piece, state) for piece in pieces]
+    return torch.cat(logits, dim=1)  # a normal tensor, not an inference tensor
 
-        They equal those of `forward` in evaluation mode over the whole text. The core runs once for
-        all segments that end here. Call this inside `cast_weights_once` to cast weights once for
-        many steps.
 
-        Raise RuntimeError in training mode, where segments are random, and ValueError for bad
-        input_ids."""
-        if self.training:
-            raise RuntimeError("decoding needs evaluation mode: call model.eval() first")
-        check_ids("input_ids", input_ids, len(state.position), "n")
-        pieces = input_ids.tensor_split(_piece_starts(input_ids), dim=1)
-        with torch.inference_mode():  # 10% faster
-            logits = [_read_piece(self, piece, state) for piece in pieces]
-        return torch.cat(logits, dim=1)  # a normal tensor, not an inference tensor
+@torch.no_grad()
+def generate_batch(
+    model: Any,
+    logits: Tensor,
+    state: DecodingState,
+    max_new_bytes: int,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    generator: torch.Generator | None = None,
+    no_repeat_ngram_size: int = 0,
+) -> Iterator[list[int | None]]:
+    """Yield up to max_new_bytes lists with the next byte (0-255) of each row, or None after its
+    EOS.
 
-    @torch.no_grad()
-    def generate_batch(
-        self,
-        logits: Tensor,
-        state: DecodingState,
-        max_new_bytes: int,
-        temperature: float = 1.0,
-        top_k: int | None = None,
-        top_p: float | None = None,
-        generator: torch.Generator | None = None,
-        no_repeat_ngram_size: int = 0,
-    ) -> Iterator[list[int | None]]:
-        """Yield up to max_new_bytes lists with the next byte (0-255) of each row, or None after its
-        EOS.
+    logits [B, vocab_size]: of the last byte fed to the state, which is advanced as bytes are
+    requested. See `draw` for the other arguments. no_repeat_ngram_size: write no sequence of so
+    many bytes twice; 0: off. Weights must not change meanwhile.
 
-        logits [B, vocab_size]: of the last byte fed to the state, which is advanced as bytes are
-        requested. See `draw` for the other arguments. no_repeat_ngram_size: write no sequence of so
-        many bytes twice; 0: off. Weights must not change meanwhile.
+    Raise FloatingPointError for a non-finite logit."""
+    ended = torch.zeros(len(logits), dtype=torch.bool, device=logits.device)
+    written = logits.new_empty(len(logits), 0, dtype=torch.int64)
+    with model.cast_weights_once():
+        for count in range(max_new_bytes):
+            if count > 0:
+                logits = model.step(written[:, -1:], state)[:, -1]
+            if not logits.isfinite().all():
+                raise FloatingPointError(
+                    "the model's logits are not finite numbers: its weights are ruined"
+                )
+            if no_repeat_ngram_size > 0:
+                logits = forbid_repeats(logits, written, no_repeat_ngram_size)
+            drawn = draw(logits, temperature, top_k, top_p, generator)
+            drawn = torch.where(ended, PAD_ID, drawn)
+            written = torch.cat((written, drawn[:, None]), dim=1)
+            ended |= drawn == EOS_ID
+            if ended.all():
+                return
+            yield [byte if byte < 256 else None for byte in drawn.tolist()]
 
-        Raise FloatingPointError for a non-finite logit."""
-        ended = torch.zeros(len(logits), dtype=torch.bool, device=logits.device)
-        written = logits.new_empty(len(logits), 0, dtype=torch.int64)
-        with self.cast_weights_once():
-            for count in range(max_new_bytes):
-                if count > 0:
-                    logits = self.step(written[:, -1:], state)[:, -1]
-                if not logits.isfinite().all():
-                    raise FloatingPointError(
-                        "the model's logits are not finite numbers: its weights are ruined"
-                    )
-                if no_repeat_ngram_size > 0:
-                    logits = forbid_repeats(logits, written, no_repeat_ngram_size)
-                drawn = draw(logits, temperature, top_k, top_p, generator)
-                drawn = torch.where(ended, PAD_ID, drawn)
-                written = torch.cat((written, drawn[:, None]), dim=1)
-                ended |= drawn == EOS_ID
-                if ended.all():
-                    return
-                yield [byte if byte < 256 else None for byte in drawn.tolist()]
 
-    def generate(
-        self,
-        ids: list[int],
-        max_new_bytes: int,
-        temperature: float = 1.0,
-        top_k: int | None = None,
-        generator: torch.Generator | None = None,
-        n_loops: int | None = None,
-        top_p: float | None = None,
-    ) -> Iterator[int]:
-        """Yield up to max_new_bytes ids (0-255) after the prefix `ids`, until EOS; see
-        `generate_batch`."""
-        state = self.decoding_state(n_loops=n_loops)
-        with self.cast_weights_once():
-            logits = self.step(torch.tensor([ids], device=self.embed_tokens.device), state)[:, -1]
-        for (byte,) in self.generate_batch(
-            logits, state, max_new_bytes, temperature, top_k, top_p, generator
-        ):
-            assert byte is not None  # the only row's EOS ends the loop
-            yield byte
+def generate(
+    model: Any,
+    ids: list[int],
+    max_new_bytes: int,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    generator: torch.Generator | None = None,
+    n_loops: int | None = None,
+    top_p: float | None = None,
+) -> Iterator[int]:
+    """Yield up to max_new_bytes ids (0-255) after the prefix `ids`, until EOS; see
+    `generate_batch`."""
+    state = model.decoding_state(n_loops=n_loops)
+    with model.cast_weights_once():
+        logits = model.step(torch.tensor([ids], device=model.embed_tokens.device), state)[:, -1]
+    for (byte,) in model.generate_batch(
+        logits, state, max_new_bytes, temperature, top_k, top_p, generator
+    ):
+        assert byte is not None  # the only row's EOS ends the loop
+        yield byte
 
 
 # --------------------------------------------------------------------------------------------------
@@ -328,10 +305,9 @@ def _piece_starts(input_ids: Tensor) -> list[int]:
     return sorted({*range(PIECE, length, PIECE), *new_documents})
 
 
-def _read_piece(model: DecodingMixin, input_ids: Tensor, state: DecodingState) -> Tensor:
+def _read_piece(model: Any, input_ids: Tensor, state: DecodingState) -> Tensor:
     """Feed bytes [B, T], of one document in each row, and advance the state; return logits [B, T,
     vocab_size]."""
-    c = model.config
     rows, length = input_ids.shape
     known = torch.cat((state.last_bytes, input_ids), dim=1)
     # Whether the first byte starts a document, as the byte before it decides.
@@ -339,14 +315,40 @@ def _read_piece(model: DecodingMixin, input_ids: Tensor, state: DecodingState) -
     if starts.any():
         state.start_documents(starts, None if model.core is None else model.null_rows())
         known = torch.cat((state.last_bytes, input_ids), dim=1)
-    ids_M = input_ids.reshape(-1)
-    cu_seqlens = torch.arange(
-        0, (rows + 1) * length, length, dtype=torch.int32, device=ids_M.device
+    packed = _pack(model, input_ids, known, state)
+
+    cache = LatentCache(
+        state.byte_latents, packed.packing, state.position, model.config.byte_window
     )
+    x_MD = model.before_core(packed, cache)
+    if model.core is not None:
+        predicted = model.predict_boundaries(x_MD)
+        b_M = model.boundaries(predicted, packed, None, state.summed)
+        if length == 1 and not b_M.any():
+            x_MD = x_MD + _extend_segments(model, x_MD, state)
+        else:
+            x_MD = x_MD + _finish_segments(model, x_MD, b_M, packed, state)
+    logits = model.after_core(x_MD, packed, cache)
+    state.byte_latents = cache.buffer
+    state.position = state.position + length
+    state.last_bytes = known[:, -state.last_bytes.shape[1] :]
+    return logits.view(rows, length, -1)
+
+
+def _pack(model: Any, input_ids: Tensor, known: Tensor, state: DecodingState) -> PackedBytes:
+    """Pack a step's bytes [B, T], as Spider.pack does those of a batch. known: with those before
+    them."""
+    rows, length = input_ids.shape
+    cu_seqlens = torch.arange(rows + 1, dtype=torch.int32, device=input_ids.device) * length
     packing = Packing.build(
-        cu_seqlens, rows * length, length, c, model.compute_dtype, before=state.position
+        cu_seqlens,
+        rows * length,
+        length,
+        model.config,
+        model.compute_dtype,
+        before=state.position,
     )
-    # As memory.shifted_bytes, but with the bytes of earlier steps.
+    # as memory.shifted_bytes, but with the bytes of earlier steps
     shifted_BWT = known.unfold(1, length, 1)[:, 1:].flip(1)
     shifted_WM = shifted_BWT.transpose(0, 1).flatten(1)
     matches = None
@@ -355,24 +357,10 @@ def _read_piece(model: DecodingMixin, input_ids: Tensor, state: DecodingState) -
         position_BT = packing.position.view(rows, length)
         matches, history = model.engram_match.step(input_ids, shifted_WM, position_BT, history)
         state.history_ids, state.history_keys, state.history_previous = history
-
-    cache = Cache(state.byte_latents, packing, state.position, c.byte_window)
-    x_MD = model.before_core(ids_M, packing, shifted_WM, matches, cache)
-    if model.core is not None:
-        predicted = model.predict_boundaries(x_MD)
-        b = model.boundaries(predicted, input_ids, shifted_WM, packing, None, state.summed)
-        if length == 1 and not b.any():
-            x_MD = x_MD + _extend_segments(model, x_MD, state)
-        else:
-            x_MD = x_MD + _finish_segments(model, x_MD, b, packing, shifted_WM, state)
-    logits = model.after_core(x_MD, packing, shifted_WM, matches, cache)
-    state.byte_latents = cache.buffer
-    state.position = state.position + length
-    state.last_bytes = known[:, -c.longest_order :]
-    return logits.view(rows, length, -1)
+    return PackedBytes(input_ids, packing, shifted_WM, matches)
 
 
-def _extend_segments(model: DecodingMixin, x_BD: Tensor, state: DecodingState) -> Tensor:
+def _extend_segments(model: Any, x_BD: Tensor, state: DecodingState) -> Tensor:
     """Add a byte to each row's open segment; return the last finished segment at its offset,
     [B, D]."""
     state.open_segment = state.open_segment + x_BD
@@ -386,40 +374,42 @@ def _extend_segments(model: DecodingMixin, x_BD: Tensor, state: DecodingState) -
 
 
 def _finish_segments(
-    model: DecodingMixin,
-    x_MD: Tensor,
-    b_M: Tensor,
-    packing: Packing,
-    shifted_WM: Tensor,
-    state: DecodingState,
+    model: Any, x_MD: Tensor, b_M: Tensor, packed: PackedBytes, state: DecodingState
 ) -> Tensor:
     """Pool the segments that end in a step's bytes, run the core on them, unpool to bytes [M, D].
 
     Bytes after a row's last boundary start its open segment."""
     rows = len(state.position)
     unpooled_before = state.unpooled
-    open_bytes_M = state.open_bytes.long().expand(-1, len(x_MD) // rows).flatten()
+    open_before_M = state.open_bytes.long().expand(-1, len(x_MD) // rows).flatten()
+
+    # Pool
     sums, weights, segment_cu_seqlens = sum_segments(
-        x_MD, b_M, packing.cu_seqlens, (state.open_segment, state.open_bytes)
+        x_MD, b_M, packed.packing.cu_seqlens, (state.open_segment, state.open_bytes)
     )
-    finished_sums, state.open_segment = sums.tensor_split((-rows,))
-    finished_weights, state.open_bytes = weights.tensor_split((-rows,))
-    z_ND = (finished_sums / finished_weights).to(x_MD.dtype)
-    segments = len(z_ND)
-    if segments == 0:
-        unpooled_N = unpooled_before[:0]
-    else:
-        last_bytes_WN = shifted_WM.index_select(1, last_byte_of(b_M, segments))
+    segments = len(sums) - rows
+    z_ND = (sums[:segments] / weights[:segments]).to(x_MD.dtype)
+    state.open_segment = sums[segments:]
+    state.open_bytes = weights[segments:]
+
+    # Run the core
+    unpooled_N = unpooled_before[:0]
+    if segments:
+        last_bytes_WN = packed.shifted_WM.index_select(1, last_byte_of(b_M, segments))
         unpooled_N = _run_core(model, z_ND, segment_cu_seqlens, last_bytes_WN, state)
         last_segment_B = (segment_cu_seqlens[1:] - 1).clamp_min(0)
         newest = unpooled_N.index_select(0, last_segment_B)
         has_new = segment_cu_seqlens.diff()[:, None] > 0
         state.unpooled = torch.where(has_new, newest, unpooled_before)
-    return model.unpool(unpooled_N, unpooled_before, b_M, packing, segment_cu_seqlens, open_bytes_M)
+
+    # Unpool
+    return model.unpool(
+        unpooled_N, unpooled_before, b_M, packed.packing, segment_cu_seqlens, open_before_M
+    )
 
 
 def _run_core(
-    model: DecodingMixin,
+    model: Any,
     z_ND: Tensor,
     cu_seqlens: Tensor,
     last_bytes_WN: Tensor,
@@ -436,10 +426,8 @@ def _run_core(
         model.compute_dtype,
         before=state.segments,
     )
-    latents = Cache(state.segment_latents, packing, state.segments)
-    distances = SegmentEngram.tap_distances(model.config)
-    window = distances[-1] + 1
-    convolved = Cache(state.convolved, packing, state.segments, window, distances)
+    latents = LatentCache(state.segment_latents, packing, state.segments)
+    convolved = ConvolutionCache(state.convolved, packing, state.segments, model.config)
     share = z_ND.new_full((segments,), 1 / segments, dtype=model.wide_dtype)
     output = model.decode_core(
         z_ND, packing, last_bytes_WN, share, state.n_loops, latents, convolved

@@ -28,14 +28,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from spider.attention import ActiveRows, Cache
+from spider.attention import Cache
+from spider.boundaries import word_ends
 from spider.config import WORD_BYTES, SpiderConfig, primes_below
 from spider.layers import Linear, inverse_rms, rms_norm, wide
-from spider.packing import mark_rows_dynamic, round_up
+from spider.packing import ActiveRows, Packing, mark_rows_dynamic, round_up
 from spider.vocabulary import PAD_ID
 
 # --------------------------------------------------------------------------------------------------
-# Hashes of n-grams, and ends of words
+# Hashes of n-grams
 
 
 def shifted_bytes(ids_M: Tensor, position_M: Tensor, longest: int) -> Tensor:
@@ -60,27 +61,9 @@ def gram_keys(shifted_WM: Tensor, multiplier: Tensor, orders: tuple[int, ...]) -
 
     See shifted_bytes; columns may be segments, too."""
     products = shifted_WM[: len(multiplier)] * multiplier[:, None]
-    hashes = list(accumulate(products.unbind(), operator.xor))  # of the last byte, the last two ...
+    # hashes of the last byte, of the last two, ...
+    hashes = list(accumulate(products.unbind(), operator.xor))
     return [hashes[order - 1] for order in orders]
-
-
-def word_ends(shifted_WM: Tensor) -> Tensor:
-    """Mark bytes that end a word: those that are not word bytes, after one that is.
-
-    Takes shifted [W, M] (see shifted_bytes); returns bool [W - 1, M], for the byte k positions
-    back.
-
-    Word bytes are letters, digits, _, UTF-8 continuation bytes, and the lead bytes of two-byte
-    letters (from 0xC3 on: Latin, Greek, Cyrillic, Hebrew, Arabic). A Chinese character is therefore
-    a word. This is the rule of SpaceByte, arXiv 2404.14408, except that there _ and those lead
-    bytes end a word."""
-    lower_case = shifted_WM | 32  # of letters
-    is_letter = (lower_case >= ord("a")) & (lower_case <= ord("z"))
-    is_digit = (shifted_WM >= ord("0")) & (shifted_WM <= ord("9"))
-    is_underscore = shifted_WM == ord("_")
-    is_utf8 = (shifted_WM >= 0x80) & (shifted_WM < 0xE0) & (shifted_WM != 0xC2)
-    is_word_byte = is_letter | is_digit | is_underscore | is_utf8
-    return is_word_byte[1:] & ~is_word_byte[:-1]
 
 
 # --------------------------------------------------------------------------------------------------
@@ -103,9 +86,6 @@ class EngramTable(nn.Module):
     Gradients of lookups are not in weight.grad but gathered here, until `forget`. Only
     optim.RowwiseAdagrad reads them, by `merged`, and sets `claimed`."""
 
-    multiplier: Tensor  # int64 [longest order], odd
-    prime: Tensor  # int64 [orders, heads], rows of each table
-    offset: Tensor  # int64 [orders, heads], first row of each table
     claimed: bool = False
     warned: ClassVar[bool] = False  # once per process, for any table
 
@@ -116,12 +96,13 @@ class EngramTable(nn.Module):
         self.width = len(orders) * heads * dim
         self.primes = primes_below(rows, len(orders) * heads)
         self.weight = nn.Parameter(torch.empty(sum(self.primes), dim))
-        self.register_buffer("multiplier", torch.empty(max(orders), dtype=torch.int64))
+        self.multiplier: Tensor = nn.Buffer(torch.empty(max(orders), dtype=torch.int64))  # odd
+        # rows of each table, and its first row
         prime = torch.empty(len(orders), heads, dtype=torch.int64)
-        self.register_buffer("prime", prime, persistent=False)
-        self.register_buffer("offset", torch.empty_like(prime), persistent=False)
+        self.prime: Tensor = nn.Buffer(prime, persistent=False)
+        self.offset: Tensor = nn.Buffer(torch.empty_like(prime), persistent=False)
         self.lookups: list[Lookups] = []
-        self.sums: Tensor | None = None  # of gradients by row, [rows, dim]
+        self.sums: Tensor | None = None  # gradients summed by row, [rows, dim]
 
     def init_hash(self, seed: int):
         """Set the multipliers from `seed`, primes and offsets from the sizes."""
@@ -147,9 +128,10 @@ class EngramTable(nn.Module):
     def gather(self, row: Tensor, gradient: Tensor):
         """Record n lookups for the optimizer: their rows [n] and gradients [n, dim].
 
-        They are collected in a list, and summed by row once they exceed half the number of the
-        table's rows. So memory is bounded by the table's size, for any number of lookups and
-        micro-steps."""
+        They are kept in a list: for 65,536 of them in a table of `tiny`, gathering and stepping
+        take 74 ms on a CPU, and 820 ms with the sums of all rows. Once the list exceeds half the
+        number of the table's rows, it is summed by row. So memory is bounded by the table's size,
+        for any number of lookups and micro-steps."""
         if not (self.claimed or EngramTable.warned):
             EngramTable.warned = True
             warnings.warn(
@@ -182,16 +164,14 @@ class EngramTable(nn.Module):
             return Lookups(torch.arange(len(sums), device=sums.device), sums)
         if not self.lookups:
             return None
-        row, gradient = self.lookups[0]
-        if len(self.lookups) > 1:
-            row = torch.cat([lookup.row for lookup in self.lookups])
-            gradient = torch.cat([lookup.gradient for lookup in self.lookups])
-        # Among the lookups of a row, one is chosen to hold the sum: whichever is written last.
-        lookup = torch.arange(len(row), device=row.device)
-        chosen = torch.empty(len(self.weight), dtype=torch.int64, device=row.device)
-        chosen.scatter_(0, row, lookup)
-        sums = torch.zeros_like(gradient).index_add_(0, chosen.index_select(0, row), gradient)
-        return Lookups(row, sums)
+        rows = torch.cat([row for row, _ in self.lookups])
+        # One of the lookups of each row holds its sum: whichever is written last.
+        holder = torch.empty(len(self.weight), dtype=torch.int64, device=rows.device)
+        holder.scatter_(0, rows, torch.arange(len(rows), device=rows.device))
+        sums = self.lookups[0].gradient.new_zeros(len(rows), self.weight.shape[1])
+        for row, gradient in self.lookups:
+            sums.index_add_(0, holder.index_select(0, row), gradient)
+        return Lookups(rows, sums)
 
     def forget(self):
         """Drop all gathered lookups."""
@@ -227,6 +207,19 @@ class Matches(NamedTuple):
     followed: Tensor  # int64 [M, X, occurrences], the ids after them, newest first; -1: none
 
 
+class PackedBytes(NamedTuple):
+    """The bytes of a pass, and what follows from them before any layer."""
+
+    input_ids: Tensor  # int64 [B, T]
+    packing: Packing
+    shifted_WM: Tensor  # see shifted_bytes
+    matches: Matches | None  # None without a match memory
+
+    @property
+    def ids_M(self) -> Tensor:
+        return self.input_ids.reshape(-1)
+
+
 class MatchHistory(NamedTuple):
     """The bytes of documents so far, for the match memory in decoding. Byte t is in slot t."""
 
@@ -251,7 +244,6 @@ class MatchMemory(nn.Module):
     """
 
     NOTHING = 3 * 256
-    multiplier: Tensor  # int64 [longest context], odd
 
     def __init__(self, orders: tuple[int, ...], words: tuple[int, ...], occurrences: int = 2):
         super().__init__()
@@ -259,7 +251,7 @@ class MatchMemory(nn.Module):
         self.words = words
         self.occurrences = occurrences
         longest = max((*orders, WORD_BYTES)) if words else max(orders)
-        self.register_buffer("multiplier", torch.empty(longest, dtype=torch.int64))
+        self.multiplier: Tensor = nn.Buffer(torch.empty(longest, dtype=torch.int64))  # odd
 
     def init_hash(self, seed: int):
         """Set the multipliers from `seed`."""
@@ -366,7 +358,7 @@ def _gather_or_none(x: Tensor, index: Tensor) -> Tensor:
 # Engram at segment rate
 
 
-class Recalled(NamedTuple):
+class Recollection(NamedTuple):
     """The lookups of a segment Engram, shared by all loops."""
 
     key: Tensor  # [N, D], normed
@@ -374,6 +366,24 @@ class Recalled(NamedTuple):
     mean_square: Tensor  # [N, 1], of value, at least fp32
     tap_segment: Tensor  # int64 [N * taps], the segments that a segment's convolution reads
     tap_value: Tensor  # [N, taps, D], values there times their weights, 0 before a document's start
+
+
+class ConvolutionCache(Cache):
+    """The cache of the convolution: norm(u) of earlier segments."""
+
+    def __init__(self, buffer: Tensor, packing: Packing, before: Tensor, config: SpiderConfig):
+        distances = SegmentEngram.tap_distances(config)
+        super().__init__(buffer, packing, before, window=distances[-1] + 1)
+        distance = torch.tensor(distances, device=buffer.device)[:, None]
+        position = packing.position - distance  # position of earlier segments, [taps - 1, M]
+        self.earlier_slot = self.slot_of(position).flatten()
+        self.has_earlier = (position >= 0)[:, :, None]
+
+    def put_and_look_back(self, x: Tensor) -> Tensor:
+        """Store the step's segments [M, D]; return the earlier ones that the convolution reads,
+        [taps - 1, M, D]. They are zero before a document's start."""
+        earlier = self.put(x).index_select(0, self.earlier_slot).view(-1, *x.shape)
+        return torch.where(self.has_earlier, earlier, 0)
 
 
 class SegmentEngram(nn.Module):
@@ -390,8 +400,8 @@ class SegmentEngram(nn.Module):
     """
 
     kernel_size = 4
-    compiled: Callable | None = None  # of `in_one_graph`, see Spider.compile_layers
-    # of norms over tables, which start at zero: 1e-6 would multiply the first gradients by a
+    compiled: Callable | None = None  # see Spider.compile_layers
+    # eps of norms over tables, which start at zero: 1e-6 would multiply the first gradients by a
     # thousand, and these would stay in Adagrad's accumulators
     eps = 1e-3
 
@@ -410,7 +420,7 @@ class SegmentEngram(nn.Module):
         dilation = len(config.engram_orders)
         return [tap * dilation for tap in range(1, cls.kernel_size)]
 
-    def recall(self, shifted_WN: Tensor, position_N: Tensor, dtype: torch.dtype) -> Recalled:
+    def recall(self, shifted_WN: Tensor, position_N: Tensor, dtype: torch.dtype) -> Recollection:
         """Compute what all loops share.
 
         position int64 [N]: of the segments in their documents. shifted int64 [W, N]: the last bytes
@@ -434,7 +444,7 @@ class SegmentEngram(nn.Module):
                 use_reentrant=False,
                 preserve_rng_state=False,
             )
-        return Recalled(key_ND, value_ND, mean_square, tap_segment, tap_value)
+        return Recollection(key_ND, value_ND, mean_square, tap_segment, tap_value)
 
     def in_one_graph(self, value_ND: Tensor, position_N: Tensor) -> tuple[Tensor, Tensor]:
         """Return the weighted values of all taps, [N, taps, D], and the index of each tap's
@@ -453,10 +463,10 @@ class SegmentEngram(nn.Module):
     def forward(
         self,
         h: Tensor,
-        recalled: Recalled,
+        recalled: Recollection,
         active: ActiveRows,
         before: Tensor | None,
-        cache: Cache | None = None,
+        cache: ConvolutionCache | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Add the memory to the states of active segments h [n, D]; also return what the
         convolution reads of each segment, `conv_input`.
@@ -486,14 +496,14 @@ class SegmentEngram(nn.Module):
         similarity = _Similarity.apply(h, key)
         return torch.sigmoid(similarity.sign() * similarity.abs().clamp_min(1e-6).sqrt())
 
-    def _convolve(self, scale_N1: Tensor, recalled: Recalled, active: ActiveRows) -> Tensor:
+    def _convolve(self, scale_N1: Tensor, recalled: Recollection, active: ActiveRows) -> Tensor:
         """Convolve norm(u) over all segments of the pass; return active ones, [n, D]."""
         tap_scale = scale_N1.flatten().index_select(0, recalled.tap_segment)
         tap_scale = tap_scale.view(len(scale_N1), -1, 1)  # [N, taps, 1]
         # not bmm: a product per segment would not fuse with what follows
         return (active.select(tap_scale) * active.select(recalled.tap_value)).sum(1)
 
-    def _convolve_with_cache(self, norm_u_ND: Tensor, cache: Cache) -> Tensor:
+    def _convolve_with_cache(self, norm_u_ND: Tensor, cache: ConvolutionCache) -> Tensor:
         """Convolve norm(u) over a step's segments and those of earlier steps, [N, D]."""
         weight, *earlier_weights = self.conv_weight.to(norm_u_ND.dtype)
         convolved = norm_u_ND * weight

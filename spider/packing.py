@@ -7,6 +7,8 @@ Shapes, as suffixes of names:
     M  packed rows: bytes, or segments in the core
     B  documents
     R  width of a head's rotated part: qk_rope_head_dim
+    n  active rows: those of the M rows that a loop computes
+    D  hidden size
 """
 
 from collections.abc import Iterable
@@ -145,6 +147,52 @@ def rotary_frequencies(width: int, theta: float, device: torch.device) -> tuple[
 
 
 # --------------------------------------------------------------------------------------------------
+# The rows that a loop computes
+
+
+@dataclass
+class ActiveRows:
+    """The segments that are still in the core: the rows that a loop computes.
+
+    Later segments read the other rows as their last loop left them. With `index`, only these rows
+    are computed. Their number has to be known on the host, which waits for the device to learn it.
+    With `mask` instead, all rows are computed, and results of inactive ones are discarded. With
+    neither, all rows are active.
+    """
+
+    index: Tensor | None = None  # int64 [n], ascending
+    mask: Tensor | None = None  # bool [M]
+    halted: Tensor | None = None  # bool [n]: computed once more, for later segments to read
+
+    def select(self, x: Tensor) -> Tensor:
+        """Select the active rows, [M, ...] -> [n, ...]."""
+        if self.index is None:
+            return x
+        return x.index_select(0, self.index)
+
+    def scatter(self, x_nD: Tensor, rows: int) -> Tensor:
+        """Scatter active rows [n, D] to all rows [M, D]; the others are zero. rows: M."""
+        if self.index is None:
+            return x_nD
+        return x_nD.new_zeros(rows, x_nD.shape[1]).index_copy(0, self.index, x_nD)
+
+    def merge(self, before_MD: Tensor | None, x_nD: Tensor) -> Tensor:
+        """Replace the active rows of the loop before by x, return all rows [M, D].
+
+        `before` is None in the first loop, in which all rows are active."""
+        if before_MD is None:
+            return x_nD
+        if self.index is not None:
+            return before_MD.index_copy(0, self.index, x_nD)
+        if self.mask is not None:
+            return torch.where(self.mask[:, None], x_nD, before_MD)
+        return x_nD
+
+
+ALL_ROWS = ActiveRows()
+
+
+# --------------------------------------------------------------------------------------------------
 # Padded batches of documents
 
 SMALL_PRODUCT = 1 << 16  # scores per head that take as long as the overhead of one more product
@@ -187,7 +235,7 @@ def _fill_buckets(
     powers of two below 16, multiples of 16 from 16 on, or the bound."""
     buckets: list[Bucket] = []
     shortest: list[int] = []
-    rows = 0  # of the last bucket, without padding
+    rows = 0  # rows of the last bucket, without padding
     scores = 0
     for length, count in lengths_and_counts:
         if buckets:

@@ -22,8 +22,6 @@ Shapes, as suffixes of names:
     O  segment offsets (see segment_offsets), each with its own row in unpooling
 """
 
-from typing import NamedTuple
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -42,18 +40,13 @@ def pool_segments(h: Tensor, b: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Ten
     return z_ND.to(h.dtype), segment_cu_seqlens
 
 
-class SegmentSums(NamedTuple):
-    """The sums of bytes over each segment: N finished ones, then one open segment per document."""
-
-    sums: Tensor  # [N + B, D], of w_t h_t
-    weights: Tensor  # [N + B, 1], of w_t
-    segment_cu_seqlens: Tensor  # int32 [B + 1], of the finished segments
-
-
 def sum_segments(
     h: Tensor, b: Tensor, cu_seqlens: Tensor, open_segment: tuple[Tensor, Tensor] | None = None
-) -> SegmentSums:
+) -> tuple[Tensor, Tensor, Tensor]:
     """Sum the bytes of each segment: numerator and denominator of pool_segments.
+
+    Returns the sums of w_t h_t [N + B, D] and of w_t [N + B, 1], of the finished segments and then
+    of an open one per document; and segment_cu_seqlens int32 [B + 1] of the finished ones.
 
     open_segment: sums [B, D] and weights [B, 1] of the open segments of a step before, which the
     documents continue. Waits for the device."""
@@ -76,11 +69,11 @@ def sum_segments(
     weights = w_M.new_zeros(rows, 1).index_add(0, row_M, w_M[:, None])
     sums = _SumRows.apply(h, w_M, row_M, rows)
     if open_segment is not None:
-        first_row = row_M.index_select(0, cu_seqlens[:-1])  # of each document's first byte
+        first_row = row_M.index_select(0, cu_seqlens[:-1])  # row of each document's first byte
         open_sums, open_weights = open_segment
         sums = sums.index_add(0, first_row, open_sums)
         weights = weights.index_add(0, first_row, open_weights)
-    return SegmentSums(sums, weights, segment_cu_seqlens.to(torch.int32))
+    return sums, weights, segment_cu_seqlens.to(torch.int32)
 
 
 class _SumRows(torch.autograd.Function):
@@ -133,21 +126,17 @@ def unpool_segments(
 
 
 def segment_offsets(
-    b: Tensor, start: Tensor, count: int, open_bytes: Tensor | int = 0, back: int = 0
+    boundary_M: Tensor, start_M: Tensor, count: int, open_bytes: Tensor | int = 0
 ) -> Tensor:
-    """Return each byte's segment offset, its distance from the last boundary: int64 [M].
+    """Return each byte's segment offset, its distance from a boundary: int64 [M].
 
-    It is 0 at the boundary and at most count - 1. start [M]: first byte of each byte's document.
-    open_bytes [M]: in decoding, earlier bytes since the last boundary. `back`: count from that many
-    boundaries before the last."""
-    byte_M = torch.arange(len(b), device=b.device)
-    last_M = last_boundary(b)
-    for _ in range(back):
-        before_last = F.pad(last_M, (1, 0), value=-1)  # the last boundary before each byte
-        last_M = before_last.index_select(0, last_M + (last_M < 0))  # -1 stays -1
-    before_start = start - 1 - open_bytes
-    origin = torch.where(last_M < start, before_start, last_M)
-    return (byte_M - origin).clamp_max(count - 1)
+    It is 0 at the boundary and at most count - 1. boundary_M: see last_boundary. start_M: the first
+    byte of each byte's document, from which bytes before its first boundary count. open_bytes [M]:
+    in decoding, earlier bytes since the last boundary."""
+    byte_M = torch.arange(len(boundary_M), device=boundary_M.device)
+    before_start_M = start_M - 1 - open_bytes
+    origin_M = torch.where(boundary_M < start_M, before_start_M, boundary_M)
+    return (byte_M - origin_M).clamp_max(count - 1)
 
 
 def last_boundary(b: Tensor) -> Tensor:
@@ -155,6 +144,13 @@ def last_boundary(b: Tensor) -> Tensor:
     first."""
     byte_M = torch.arange(len(b), device=b.device)
     return torch.where(b.detach() > 0, byte_M, -1).cummax(0).values
+
+
+def boundary_before_last(b: Tensor) -> Tensor:
+    """Return the boundary before the last one, int64 [M]; -1 before the second."""
+    last_M = last_boundary(b)
+    last_before_M = F.pad(last_M, (1, -1), value=-1)  # not at the byte itself
+    return last_before_M.index_select(0, last_M.clamp_min(0))
 
 
 def last_byte_of(b: Tensor, rows: int) -> Tensor:

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from conftest import small_config
-from spider.attention import ALL_ROWS, MLA, Cache, attend_padded
+from spider.attention import ALL_ROWS, MLA, LatentCache, attend_padded
 from spider.packing import Packing
 from stand_in_gpu import stand_in_gpu
 
@@ -57,21 +57,23 @@ def test_documents_attend_together_as_alone_in_value_and_gradient(lengths, windo
     torch.testing.assert_close(grad.double(), expected_grad, rtol=0, atol=4 * atol)
 
 
+@pytest.mark.parametrize("documents", (1, 2))
 @pytest.mark.parametrize("window", (0, 1, 3, 8))
 @pytest.mark.parametrize("step_lengths", ([1] * 23, [9, 1, 1, 7, 5], [23]))
-def test_a_cache_with_a_window_keeps_only_that_and_masks_the_rest(window, step_lengths):
-    """Two documents side by side; the second starts five rows later."""
+def test_a_cache_with_a_window_keeps_only_that_and_masks_the_rest(step_lengths, window, documents):
+    """One document, or two side by side, of which the second starts five rows later."""
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn(2, 30, 4, dtype=torch.float64, generator=generator)
-    q = torch.randn(2, 30, 2, 4, dtype=torch.float64, generator=generator)
-    buffer = torch.zeros(1, 1, 2, 1, 4, dtype=torch.float64)
-    before = torch.zeros(2, dtype=torch.int64)
-    for rows in ([5, 0], *([n, n] for n in step_lengths)):
-        cu_seqlens = torch.tensor([0, rows[0], sum(rows)], dtype=torch.int32)
+    x = torch.randn(documents, 30, 4, dtype=torch.float64, generator=generator)
+    q = torch.randn(documents, 30, 2, 4, dtype=torch.float64, generator=generator)
+    buffer = torch.zeros(1, 1, documents, 1, 4, dtype=torch.float64)
+    before = torch.zeros(documents, dtype=torch.int64)
+    for rows in ([5, 0][:documents], *([n] * documents for n in step_lengths)):
+        lengths = torch.tensor(rows)
+        cu_seqlens = F.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
         packing = Packing.build(
             cu_seqlens, sum(rows), max(rows), small_config(), torch.float64, before=before
         )
-        cache = Cache(buffer, packing, before, window)
+        cache = LatentCache(buffer, packing, before, window).of(0)
         now = (packing.document, packing.position)
         out = cache.attend(q[now], x[now], scale=0.7, value_width=3)
         for document, position, y in zip(*(t.tolist() for t in now), out, strict=True):
@@ -80,7 +82,7 @@ def test_a_cache_with_a_window_keeps_only_that_and_masks_the_rest(window, step_l
             weights = (0.7 * q[document, position] @ keys.T).softmax(-1)
             torch.testing.assert_close(y, weights @ keys[:, :3], rtol=0, atol=1e-12)
         buffer = cache.buffer
-        before = before + torch.tensor(rows)
+        before = before + lengths
     if window:
         assert buffer.shape[3] <= max(16, 2 * (window + max(step_lengths) - 1))
 

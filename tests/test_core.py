@@ -2,7 +2,7 @@
 halting."""
 
 import dataclasses
-import math
+from itertools import product
 from types import SimpleNamespace
 
 import pytest
@@ -12,7 +12,6 @@ from torch import Tensor
 
 import tile_moe
 from conftest import awake, documents, small_config, text
-from spider.layers import rms_norm
 from spider_model import Halting, Spider
 from stand_in_gpu import stand_in_gpu
 
@@ -39,15 +38,13 @@ def words_of_two(length: int) -> Tensor:
 # The state over loops
 
 
-@pytest.mark.parametrize("lr", (1e-2, 1.0, 1e3, 1e6))
-def test_the_decay_stays_between_0_and_1_after_any_step(lr):
-    model = awake(small_config())
-    ids = text(4, 64)
-    model(ids, ids, noise_seed=1).loss.backward()
-    for p in (model.core.log_A, model.core.dt):
-        p.grad.add_(torch.randn_like(p))
-    torch.optim.SGD((model.core.log_A, model.core.dt), lr=lr).step()
-    assert (model.core.decay() > 0).all() and (model.core.decay() < 1).all()
+def test_the_decay_stays_between_0_and_1_for_any_parameters():
+    core = Spider(small_config()).core
+    for log_A, dt in product((-1e6, -20.0, 0.0, 20.0, 1e6), repeat=2):
+        with torch.no_grad():
+            core.log_A.fill_(log_A)
+            core.dt.fill_(dt)
+        assert (core.decay() > 0).all() and (core.decay() < 1).all()
 
 
 def test_the_state_stays_bounded_over_64_loops_with_the_slowest_decay():
@@ -62,16 +59,6 @@ def test_the_state_stays_bounded_over_64_loops_with_the_slowest_decay():
     assert added[32:].max() <= 1.2 * added[:32].max()
 
 
-def test_the_initial_state_grows_no_more_than_its_input():
-    """Each loop adds e, of size 1, and keeps 0.9 of the state."""
-    torch.manual_seed(0)
-    states = states_of(Spider(small_config(n_loops=6)), text(8, 64), noise_seed=1)
-    for t, h in enumerate(states, 1):
-        size = h.square().mean().sqrt().item()
-        without_layers = (1 - math.exp(-0.1 * t)) / (1 - math.exp(-0.1))
-        assert 0.8 * without_layers < size < 1.5 * without_layers, t
-
-
 def test_loops_beyond_training_use_the_last_adapter():
     model = awake(small_config(n_loops=2)).eval()
     ids = text(2, 32)
@@ -81,16 +68,6 @@ def test_loops_beyond_training_use_the_last_adapter():
             parameter.data = parameter.data[[0, 1, 1, 1]]
         model.core.config = dataclasses.replace(model.config, n_loops=4)
         torch.testing.assert_close(model(ids, n_loops=4).logits, four)
-
-
-def test_with_one_loop_the_output_is_the_first_state():
-    model = awake(small_config())
-    outputs = []
-    model.core.register_forward_hook(lambda module, args, out: outputs.append(out))
-    (state,) = states_of(model, text(2, 32), n_loops=1, noise_seed=0)
-    ((output, stats),) = outputs
-    torch.testing.assert_close(output, model.core.out_proj(rms_norm(state)))
-    assert stats.mean_loops == pytest.approx(1)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -113,12 +90,10 @@ def test_recomputation_keeps_the_first_routing_even_if_the_scores_change(monkeyp
     assert len(chosen) == 2 and torch.equal(*chosen)
 
 
-@pytest.mark.parametrize("backend", ("loop", "grouped"))
 @pytest.mark.parametrize("k", (1, 2, 3))
-def test_the_router_has_the_gradient_of_the_language_models_loss(k, backend):
+def test_the_router_has_the_gradient_of_the_language_models_loss(k):
     """By the finite difference in its direction, in which the chosen experts stay the same."""
     model = awake(small_config(n_experts_per_tok=k), dtype=torch.float64)
-    model.set_backend(backend)
     router = model.core.layers[0].moe.router.weight
     ids = text(2, 64)
 
@@ -212,7 +187,7 @@ def test_dropping_halted_rows_gives_the_results_of_masking_them(changes, at_once
             torch.testing.assert_close(
                 grads[name], masked_grads[name], rtol=1e-8, atol=1e-10, msg=name
             )
-        else:  # of loops that one of them does not run
+        else:  # a parameter of loops that one of them does not run
             assert not grads.get(name, masked_grads.get(name)).any()
 
 

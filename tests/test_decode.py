@@ -217,4 +217,4 @@ def test_draws_follow_temperature_top_k_and_top_p_and_never_take_a_sentinel():
     assert torch.equal(logits, before)
     logits[:, : EOS_ID + 1] = -math.inf
     logits[:, 65:67] = 0.0
-    assert len(shares(top_p=0.5)) == 1  # of two
+    assert len(shares(top_p=0.5)) == 1  # one of two

@@ -82,7 +82,7 @@ def normal(variance: float) -> Callable[[Tensor], None]:
 
     def check(values: Tensor):
         z = values.double().flatten() / math.sqrt(variance)
-        error = SIGMAS / math.sqrt(len(z))  # of a mean of numbers with deviation 1
+        error = SIGMAS / math.sqrt(len(z))  # error of a mean of numbers with deviation 1
         assert abs(float(z.mean())) < error
         assert abs(float(z.std()) - 1) < error / math.sqrt(2)
         assert abs(float((z.abs() < 0.67449).double().mean()) - 0.5) < error / 2

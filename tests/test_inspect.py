@@ -159,8 +159,8 @@ def ends_at(monkeypatch):
     """Have every model end segments at the bytes for which a condition of their index holds."""
 
     def choose(is_end):
-        def boundaries(self, predicted, input_ids, *_):
-            count = input_ids.numel()
+        def boundaries(self, predicted, packed, *_):
+            count = packed.input_ids.numel()
             return torch.tensor([is_end(i, count) for i in range(count)]).double()
 
         monkeypatch.setattr(Spider, "boundaries", boundaries)

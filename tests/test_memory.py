@@ -1,68 +1,20 @@
-"""Lookup memories: ends of words, addresses of Engram tables, matches in the document, votes on the
-next byte, the convolution of a segment's memory."""
+"""Lookup memories: matches in the document, votes on the next byte, the gate of a segment."""
 
 from itertools import pairwise
 
 import pytest
 import torch
-import torch.nn.functional as F
 
-from conftest import awake, documents, small_config, text
-from spider.attention import ALL_ROWS
+from conftest import documents, small_config, text
 from spider.memory import (
-    EngramTable,
     Matches,
     MatchMemory,
     OutputEngram,
     _Similarity,
     shifted_bytes,
-    word_ends,
 )
 from spider.packing import Packing, document_cu_seqlens
 from tokenizer import BOS_ID, EOS_ID, PAD_ID
-
-
-@pytest.mark.parametrize(
-    "given, ends",
-    (
-        (b"to be, or", b"__x__x___"),
-        (b"self.x_1 = f(a2)\n\n  y", b"____x___x___x__x_____"),
-        (b"  ,,", b"____"),
-        ("gr\u00fc\u00df \u4f60\u597d".encode(), b"______x___x__"),
-        (b"a`z{A@Z[0/9:_^", b"_x_x_x_x_x_x_x"),
-        (b"\x80\xe0\xc3\x7f\xbf\xc2\xdf\xff", b"_x_x_x_x"),
-        ("\u0434\u0430\u00a0\u0438\u2026".encode(), b"____x___x__"),
-    ),
-)
-def test_words_end_at_the_first_byte_that_is_not_part_of_a_word(given, ends):
-    ids = torch.tensor(list(given))
-    is_end = word_ends(shifted_bytes(ids, torch.arange(len(ids)), 2)).squeeze(0)
-    assert "".join("x" if end else "_" for end in is_end) == ends.decode()
-
-
-def as_int64(number: int) -> int:
-    """Return the int64 with the lower 64 bits of a number."""
-    number &= (1 << 64) - 1
-    return number - (1 << 64) if number >> 63 else number
-
-
-def test_an_engram_row_is_the_hash_of_the_last_n_bytes_modulo_the_tables_prime():
-    table = EngramTable(orders=(1, 3), heads=2, rows=50, dim=4)
-    table.init_hash(7)
-    ids = text(1, 20)[0]
-    address = table.addresses(shifted_bytes(ids, torch.arange(20), 3))
-    multiplier = table.multiplier.tolist()
-    assert all(number % 2 == 1 for number in multiplier)
-    assert table.primes == (47, 43, 41, 37)
-    first_row = 0
-    for column, (order, prime) in enumerate(zip((1, 1, 3, 3), table.primes, strict=True)):
-        for t in range(20):
-            key = 0
-            for k in range(order):
-                byte = int(ids[t - k]) if t >= k else PAD_ID
-                key ^= as_int64(byte * multiplier[k])
-            assert address[t, column] == first_row + key % prime
-        first_row += prime
 
 
 def context_of_bytes(document: list[int], t: int, n: int) -> list[int] | None:
@@ -167,34 +119,9 @@ def test_votes_add_weights_to_the_logits_of_bytes_that_followed_the_newest_first
                 byte = int(followed[row, context, vote])
                 if 0 <= byte < 256:
                     expected[row, byte] += weights[row, context, vote]
-    # of one vote each, the second row's are for sentinels alone
+    # with one vote each, the second row has votes for sentinels alone
     assert (expected != 0).any(1).all() == (votes > 1)
     torch.testing.assert_close(logits, expected)
-
-
-def test_a_segments_memory_is_convolved_as_a_sum_over_its_taps():
-    """Beside a sum in float64."""
-    model = awake(small_config())
-    engram = model.core.layers[1].engram
-    segments = 20
-    width = model.config.hidden_size
-    generator = torch.Generator().manual_seed(0)
-    h = torch.randn(segments, width, generator=generator)
-    position = torch.cat((torch.arange(12), torch.arange(8)))  # of two documents
-    shifted = torch.randint(97, 123, (model.config.longest_order, segments), generator=generator)
-    recalled = engram.recall(shifted, position, torch.float32)
-    out, scale = engram(h, recalled, ALL_ROWS, None)
-
-    distances = (0, *engram.tap_distances(model.config))
-    normed = scale.double() * recalled.value
-    convolved = torch.zeros(segments, width, dtype=torch.float64)
-    for weight, distance in zip(engram.conv_weight, distances, strict=True):
-        for i in range(segments):
-            if position[i] >= distance:
-                convolved[i] += normed[i - distance] * weight
-    gate = engram.gate(h, recalled.key).double()
-    expected = h.double() + gate * recalled.value + F.silu(convolved)
-    torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-5)
 
 
 def test_the_gates_hand_written_backward_pass_is_the_derivative():

@@ -1,5 +1,7 @@
 """Parameters of the model: their kinds, counts and initial values."""
 
+import re
+
 import pytest
 import torch
 from torch import nn
@@ -24,18 +26,32 @@ CONFIGS = {name: SpiderConfig.preset(name) for name in PRESETS} | {
 }
 
 
-def test_every_parameter_has_a_row_of_its_own_in_the_table_and_every_row_a_parameter():
+# Parameters that AdamW steps, without the numbers of layers
+BY_ADAMW = """
+    embed_tokens null_segment lm_head.weight core.log_A core.dt core.B core.loop_embedding
+    core.halt_predictor.weight core.halt_predictor.bias core.layers.moe.router.weight
+    core.layers.engram.conv_weight engram_output.gate.weight engram_output.logits.weight
+    engram_output.votes.weight boundary_predictor.weight boundary_predictor.bias
+    boundary_predictor.regression.weight boundary_predictor.regression.bias
+""".split()
+
+
+def test_every_parameter_has_its_row_in_the_table_and_every_row_a_parameter():
     """The last row is for parameters that a researcher adds."""
     used = set()
+    by_adamw = set()
     for model in map(on_meta, CONFIGS.values()):
         kinds = kinds_of(model)
         assert kinds.keys() == dict(model.named_parameters()).keys()
-        used |= {kind.pattern for kind in kinds.values()}
         for path, kind in kinds.items():
-            if path.endswith(("table.weight", "log_A", "dt", "core.B", "null_segment")):
-                assert kind.optimizer != "muon", path
+            used.add(kind.pattern)
+            if kind.optimizer == "adamw":
+                by_adamw.add(re.sub(r"\.\d+", "", path))
+            else:
+                assert kind.optimizer == ("adagrad" if "table" in path else "muon"), path
             assert kind.rate == (1 / 8 if "regression" in path else 1), path
     assert used == {kind.pattern for kind in KINDS[:-1]}
+    assert by_adamw == {*BY_ADAMW}
 
 
 @pytest.mark.parametrize("preset", ("1b", "original"))
@@ -55,14 +71,16 @@ def tensors_of(model: Spider) -> dict[str, torch.Tensor]:
     return dict([*model.named_parameters(), *model.named_buffers()])
 
 
-def from_scratch(config: SpiderConfig) -> Spider:
+def from_scratch(config: SpiderConfig, model_class: type[Spider]) -> Spider:
     torch.manual_seed(1)
-    return Spider(config)
+    return model_class(config)
 
 
-def from_meta(config: SpiderConfig) -> Spider:
+def from_meta(config: SpiderConfig, model_class: type[Spider]) -> Spider:
     """Build a model as train.py does, in memory with other values."""
-    model = on_meta(config).to_empty(device="cpu")
+    with torch.device("meta"):
+        model = model_class(config)
+    model.to_empty(device="cpu")
     for tensor in tensors_of(model).values():
         tensor.data.fill_(77)
     torch.manual_seed(1)
@@ -86,22 +104,24 @@ class Convolved(Block):
 @pytest.mark.parametrize(
     "changes", ({}, dict(boundaries="learned", segment_offsets=2, engram_votes=2)), ids=str
 )
-@pytest.mark.parametrize("block_class", (Block, Convolved))
-def test_initialization_on_the_meta_device_gives_the_values_of_a_direct_one(
-    monkeypatch, block_class, changes
-):
+@pytest.mark.parametrize("extended", (False, True))
+def test_initialization_on_the_meta_device_gives_the_values_of_a_direct_one(changes, extended):
     """Modules that a subclass adds initialize themselves, and change no value of the model's
     own."""
+
+    class Extended(Spider):
+        block_class = Convolved
+
     config = small_config(**changes)
-    own = tensors_of(from_scratch(config))
-    monkeypatch.setattr(Spider, "block_class", block_class)
-    direct = tensors_of(from_scratch(config))
-    later = tensors_of(from_meta(config))
+    own = tensors_of(from_scratch(config, Spider))
+    model_class = Extended if extended else Spider
+    direct = tensors_of(from_scratch(config, model_class))
+    later = tensors_of(from_meta(config, model_class))
     assert direct.keys() == later.keys() >= own.keys()
     for name, tensor in direct.items():
         assert torch.equal(tensor, later[name]), name
         assert name not in own or torch.equal(tensor, own[name]), name
-    if block_class is Convolved:
+    if extended:
         weight = direct["prelude.0.conv.weight"]
         assert 0 < weight.abs().max() <= 128**-0.5
         assert not torch.equal(weight, direct["coda.0.conv.weight"])
@@ -123,9 +143,9 @@ FORGOTTEN = {
 }
 
 
-@pytest.mark.parametrize("build", (Spider, from_meta))
+@pytest.mark.parametrize("build", (from_scratch, from_meta))
 @pytest.mark.parametrize("name", FORGOTTEN)
-def test_a_tensor_that_nothing_initializes_is_an_error_with_its_name(monkeypatch, build, name):
+def test_a_tensor_that_nothing_initializes_is_an_error_with_its_name(build, name):
     """However the model is built: values of a constructor are lost on the meta device."""
 
     class Forgetful(Block):
@@ -133,7 +153,9 @@ def test_a_tensor_that_nothing_initializes_is_an_error_with_its_name(monkeypatch
             super().__init__(*sizes)
             FORGOTTEN[name](self)
 
-    monkeypatch.setattr(Spider, "block_class", Forgetful)
+    class Extended(Spider):
+        block_class = Forgetful
+
     line = f"uninitialized: prelude.0.{name}.*coda.0.{name}.*reset_parameters"
     with pytest.raises(RuntimeError, match=line):
-        build(small_config())
+        build(small_config(), Extended)

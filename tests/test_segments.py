@@ -4,7 +4,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from spider.segments import pool_segments, segment_offsets, unpool_segments
+from spider.segments import (
+    boundary_before_last,
+    last_boundary,
+    pool_segments,
+    segment_offsets,
+    unpool_segments,
+)
 
 
 def pool_densely(h, b, cu_seqlens):
@@ -66,7 +72,8 @@ def test_pool_and_unpool_equal_the_dense_form_in_value_and_gradient(lengths, rat
         out = unpool_segments(read.squeeze(1), null, b, cu_seqlens, segment_cu_seqlens)
     else:
         start = cu_seqlens[:-1].repeat_interleave(cu_seqlens.diff())
-        offset = segment_offsets(b, start, offsets, back=back)
+        boundary = boundary_before_last(b) if back else last_boundary(b)
+        offset = segment_offsets(boundary, start, offsets)
         null_rows = null.repeat(offsets, 1)
         out = unpool_segments(read, null_rows, b, cu_seqlens, segment_cu_seqlens, offset, back)
 
