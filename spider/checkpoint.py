@@ -220,7 +220,7 @@ def weight_kinds(weights: dict) -> dict[object, object]:
 # --------------------------------------------------------------------------------------------------
 # Exports (see export.py): reading one executes no code either
 
-PREFIX = "spider."  # the names of an export's weights begin with it: the adapter's attribute for the model
+PREFIX = "spider."  # of the names in an export: the adapter's attribute for the model
 
 
 def safetensors():
