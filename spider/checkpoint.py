@@ -33,7 +33,7 @@ from spider.common import CheckpointError
 from spider.config import MAX_LOOPS, PRESETS, SpiderConfig
 from spider.distributed import World
 from spider.run import RunProgress
-from spider.state import check_tensors, copy_to_host, kind_of
+from spider.state import MOST, check_tree, copy_to_host, kind_of
 
 REQUIRED = {"model_state_dict", "optimizer_state_dict", "step", "cfg"}
 REQUIRED_OF_EXPORT = {"model_state_dict", "cfg"}
@@ -113,7 +113,7 @@ def load_checkpoint(path: Path, mapped: bool = False) -> dict:
             state = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
         check_recorded(path, state, required)
         if not mapped:
-            check_tensors(state, "state", set())
+            check_tree(state, "state", set())
     return state
 
 
@@ -136,9 +136,9 @@ TYPES = get_type_hints(RunProgress) | dict(
     minutes=Metric,
     data_dir=str,
 )
-MOST = (1 << 62) - 1  # the largest whole number: no sum of two overflows 64 bits
 RANGES = {  # where a number must not be just any from 0 on
     "n_loops": (1, MAX_LOOPS),
+    "targets": (0, MOST),
     "seq_len": (2, 1 << 24),
     "eval_tokens": (1, MOST),
     "target_tokens": (1, MOST),
@@ -167,26 +167,28 @@ def check_types(values: dict):
     is in none, since a comparison with it decides silently."""
     for name in TYPES.keys() & values.keys():
         value = values[name]
-        numbers = value if isinstance(value, list) else [value]
+        valid = is_a(value, TYPES[name])
         low, high = RANGES.get(name, (0, math.inf))
-        in_range = all(low <= number <= high for number in numbers if is_a(number, float | int))
-        if not in_range or not is_a(value, TYPES[name]):
+        for number in value if isinstance(value, list) else [value]:
+            if isinstance(number, (int, float)) and not low <= number <= high:
+                valid = False
+        if not valid:
             raise ValueError(f"{name} has a value that no run saves")
 
 
 def is_a(value: Any, kind: Any) -> bool:
-    """Return whether a value is of an annotated type: a class, a union, a list or a dict."""
+    """Return whether a value is of an annotated type: a class, a union, a list or a dict of values
+    of a class."""
     if isinstance(kind, UnionType):
         return any(is_a(value, part) for part in get_args(kind))
     if not isinstance(value, get_origin(kind) or kind):
         return False
     match get_args(kind):
         case [entry_kind]:
-            return all(is_a(entry, entry_kind) for entry in value)
-        case [key_kind, entry_kind]:
-            fits = all(is_a(entry, entry_kind) for entry in value.values())
-            return fits and all(is_a(key, key_kind) for key in value)
-    return not isinstance(value, int) or abs(value) <= MOST
+            return all(isinstance(entry, entry_kind) for entry in value)
+        case [_, entry_kind]:
+            return all(isinstance(entry, entry_kind) for entry in value.values())
+    return True
 
 
 def check_weights(path: Path, state: dict, model: nn.Module):
@@ -209,9 +211,8 @@ def check_weights(path: Path, state: dict, model: nn.Module):
 def weight_kinds(weights: dict) -> dict[object, object]:
     """Return by name what a saved weight must have in common with a model's: the shape, and the
     dtype unless it is one of the WEIGHT_DTYPES."""
-    kinds = {}
+    kinds = kind_of(weights)
     for name, weight in weights.items():
-        kinds[name] = kind_of(weight)
         if isinstance(weight, Tensor) and weight.dtype in WEIGHT_DTYPES:
             kinds[name] = weight.shape
     return kinds

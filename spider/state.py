@@ -5,7 +5,7 @@ a part, and `copy_to_host` copies it to host memory. checkpoint.py writes the co
 
 To load: checkpoint.py reads a file on rank 0, and the other ranks get the same state with tensors
 on the meta device. `load_model` and `load_optimizers` broadcast it, and each rank keeps its rows.
-Before that, `check_tensors` and `check_fits` refuse tensors that are not what a run saves: kernels
+Before that, `check_tree` and `check_fits` refuse tensors that are not what a run saves: kernels
 and collectives trust shapes and dtypes, and torch does not check them.
 
 The state of an optimizer is torch's: `param_groups`, and `state`, which has a dict of values for
@@ -31,6 +31,7 @@ from spider.distributed import Sharded, ShardedParameter, Sharding, World, shard
 
 SCALE_BLOCK = 256  # numbers that share a scale in 8-bit AdamW
 NESTED = "__bnb_optimizer_quant_state__"  # where bitsandbytes puts the tensors of a parameter
+MOST = (1 << 62) - 1  # the largest whole number: no sum of two overflows 64 bits
 MOST_STEPS = 1 << 31  # the kernel of 8-bit AdamW counts them in 32 bits
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -233,17 +234,22 @@ def gather_model(model: Model) -> Model | None:
 # Check what was read
 
 
-def check_tensors(tree: Mapping[object, object], name: str, seen: set[int]):
-    """Raise ValueError unless kernels and collectives can rely on the shape of each tensor in
-    nested dicts, and no dict occurs twice, so that their number is bounded.
+def check_tree(tree: Mapping[object, object], name: str, seen: set[int]):
+    """Raise ValueError unless arithmetic, kernels and collectives can rely on the values in nested
+    dicts: whole numbers are not above MOST, tensors are what their shapes say, and no dict occurs
+    twice, so that their number is bounded.
 
     seen: ids of the dicts so far."""
     if id(tree) in seen:
         raise ValueError(f"{name} occurs twice")
     seen.add(id(tree))
     for key, value in tree.items():
+        if not isinstance(key, (str, int)):
+            raise ValueError(f"{name} has a key that is no text")
         if isinstance(value, dict):
-            check_tensors(value, f"{name}.{key}", seen)
+            check_tree(value, f"{name}.{key}", seen)
+        elif isinstance(value, int) and abs(value) > MOST:
+            raise ValueError(f"{name}.{key} is too large")
         elif isinstance(value, Tensor) and not is_plain(value):
             raise ValueError(
                 f"{name}.{key} must be a dense, contiguous tensor with a storage of its own: "
@@ -267,7 +273,7 @@ def is_plain(value: Tensor) -> bool:
     )
 
 
-def kind_of(value: object) -> object:
+def kind_of(value: object) -> Any:
     """Return dtype and shape of a tensor, the kinds of a dict's values by key, and the type of any
     other value."""
     if isinstance(value, Tensor):

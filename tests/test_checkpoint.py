@@ -153,7 +153,7 @@ VALUES = {
     "best_loss": (*NO_LOSSES, None),
     "lowest_peak": (*NO_LOSSES, None),
     "val_loss": NO_LOSSES,
-    "metrics": ({1: 2.0}, [], "x", 3),
+    "metrics": ({(): 2.0}, [], "x", 3),
     "metrics.loss": ("x", [1], torch.ones(()), 10**400),
     "recent": (["a"], [None], [math.nan], [10**400], {}, "ab", None, 3),
     "exploded": ("no", 1, None),
@@ -162,7 +162,7 @@ VALUES = {
     "recipe": ("2b", None, [], {}, 3),
     "targets": ([1.0], ["a"], [-1], [None], 3, {}, None, (1,)),
     "shares": (["a"], [None], [math.nan], 3, None),
-    "flags": ({1: 2}, 3, None, []),
+    "flags": ({(): 2}, 3, None, []),
     "flags.lr": (torch.ones(2), [1], 10**400),
     "flags.seq_len": (1, "32", 1 << 25),
     "flags.eval_tokens": (0, 1.5),
@@ -395,6 +395,7 @@ HARMLESS = """
     saved["val_loss"] = math.inf
     saved["recent"] = [math.inf]
     saved["metrics"] = dict(loss=math.nan, skipped=True, lr=None)
+    saved["metrics"] = {1: 2.0}
     saved["wandb"] = {}
     saved["flags"]["lr"] = math.nan
     weights["lm_head.weight"] = weights["lm_head.weight"].double()
