@@ -304,13 +304,8 @@ class SavedCheckpoint(NamedTuple):
 
 def saved_checkpoint(path: Path, state: dict) -> SavedCheckpoint:
     """Describe the checkpoint of a state."""
-    return SavedCheckpoint(
-        state["step"],
-        path,
-        state.get("exploded", False),
-        state.get("val_loss"),
-        state.get("best_loss", math.inf),
-    )
+    recorded = {name: state[name] for name in SavedCheckpoint._fields if name in state}
+    return SavedCheckpoint(**recorded | {"path": path})
 
 
 def checkpoint_path(directory: Path, step: int) -> Path:

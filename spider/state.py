@@ -312,11 +312,11 @@ def check_fits(
                 if not 0 <= values.get("step", 0) < MOST_STEPS:
                     raise ValueError(f"step must be a number from 0 to {MOST_STEPS - 1}")
                 for key, value in (values | values.get(NESTED, {})).items():
-                    address = value.data_ptr() if isinstance(value, Tensor) else None
-                    if address in addresses:
+                    if not isinstance(value, Tensor) or key in ("qmap1", "qmap2"):
+                        continue
+                    if value.data_ptr() in addresses:
                         raise ValueError(f"{key} shares its memory with another value")
-                    if address is not None and key not in ("qmap1", "qmap2"):
-                        addresses.add(address)
+                    addresses.add(value.data_ptr())
     except Exception as fault:  # whatever a foreign state provokes
         reason = str(fault).partition("\n")[0]
         raise CheckpointError(

@@ -45,7 +45,7 @@ from spider.config import SpiderConfig
 from spider.distributed import World
 from spider.machine import start_log
 from spider.optim import Optimizers, adamw_8bit
-from spider.run import Metrics, RunProgress
+from spider.run import Metrics
 from spider.state import NESTED, kind_of, kinds_of_state, load_model
 from spider_model import Spider
 
@@ -688,14 +688,18 @@ def test_of_equal_losses_the_oldest_is_the_best():
     assert lowest_loss(saved) is saved[1]
 
 
-def test_checkpoints_of_later_steps_do_not_count_as_saved(tmp_path, shards):
-    """They are damaged, as a look at their tensors alone shows."""
+def test_damaged_checkpoint_of_a_later_step_does_not_count_as_kept(tmp_path, shards):
+    """Only a look at its tensors shows the damage. Another directory has nothing saved yet."""
     directory = run(tmp_path, shards, "--ckpt_every", "1", *NO_EVAL, steps=2)
-    flags = train.Flags(ckpt_dir=str(directory))
-    for in_place, saved_step in ((True, 1), (False, -1)):
-        writer = train.open_writer(flags, RunProgress(step=1), World({}), in_place)
-        assert [one.step for one in writer.saved] == [1]
-        assert writer.saved_step == saved_step
+    other = ("--ckpt_every", "1", *NO_EVAL, "--resume", directory / "spider-step1.pt")
+    assert steps_in_names(run(tmp_path, shards, *other, steps=2, ckpt="other")) == [1, 2]
+    content = bytearray((directory / "spider-step2.pt").read_bytes())
+    middle = len(content) // 2
+    content[middle : middle + 100] = bytes(100)
+    (directory / "spider-step2.pt").write_bytes(content)
+    assert steps_in(directory) == [1, 2]
+    run(tmp_path, shards, "--ckpt_every", "3", *NO_EVAL, steps=3)
+    assert steps_in_names(directory) == [1, 2, 3]
 
 
 def test_best_checkpoint_without_keep_best_is_the_best_of_the_newest(tmp_path, shards, losses):
