@@ -22,7 +22,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, fields
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, NamedTuple, TypeGuard
+from types import UnionType
+from typing import IO, TYPE_CHECKING, Any, NamedTuple, get_args, get_origin, get_type_hints
 
 import torch
 from loguru import logger
@@ -34,7 +35,7 @@ from spider.config import MAX_LOOPS, PRESETS, SpiderConfig
 from spider.distributed import World
 from spider.optim import Optimizers
 from spider.run import RunProgress
-from spider.state import check_tensors, copy_to_host, load_model
+from spider.state import MOST, check_tree, copy_to_host, kind_of, load_model
 
 if TYPE_CHECKING:
     from data import Loader
@@ -104,7 +105,7 @@ def load_checkpoint(path: Path, mapped: bool = False) -> dict:
     """Read a checkpoint, or an export, which has only weights; this executes nothing. Raise
     CheckpointError if anything is wrong.
 
-    mapped: leave the tensors in the file, and skip the checksums."""
+    mapped: leave the tensors in the file, and check neither them nor the checksums."""
     if not path.exists():
         raise CheckpointError(f"{path} does not exist")
     required = REQUIRED
@@ -116,113 +117,43 @@ def load_checkpoint(path: Path, mapped: bool = False) -> dict:
             check_regular(path)
             check_archive(path, sums=not mapped)
             state = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
-    check_state(path, state, required)
+        check_recorded(path, state, required)
+        if not mapped:
+            check_tree(state, "state", set())
     return state
 
 
-# --------------------------------------------------------------------------------------------------
-# Values that a checkpoint may have
-
-Rule = Callable[[Any], bool]  # whether a run may save a value
-
-
-def whole(low: int, high: int = (1 << 62) - 1) -> Rule:
-    """Make a rule for whole numbers from low to high. Within the default no sum of two overflows 64
-    bits."""
-    return lambda value: type(value) is int and low <= value <= high
-
-
-def optional(rule: Rule) -> Rule:
-    return lambda value: value is None or rule(value)
-
-
-def list_of(rule: Rule) -> Rule:
-    return lambda value: type(value) is list and all(map(rule, value))
-
-
-def dict_of(rule: Rule) -> Rule:
-    def holds(value: Any) -> bool:
-        if not is_dict(value):
-            return False
-        return all(type(name) is str and rule(entry) for name, entry in value.items())
-
-    return holds
-
-
-def is_dict(value: object) -> bool:
-    return isinstance(value, dict)
-
-
-def is_switch(value: object) -> bool:
-    return type(value) is bool
-
-
-def is_text(value: object) -> bool:
-    return type(value) is str
-
-
-def is_number(value: object) -> TypeGuard[float]:
-    """Return whether a value is an int or float that arithmetic takes, infinity and NaN
-    included."""
-    return type(value) is float or (type(value) is int and abs(value) < 1 << 62)
-
-
-def is_finite(value: object) -> bool:
-    return is_number(value) and math.isfinite(value)
-
-
-def is_ordered(value: object) -> bool:
-    """Return whether a value is a number that compares with others."""
-    return is_number(value) and not math.isnan(value)
-
-
-def is_metric(value: object) -> bool:
-    return is_number(value) or is_switch(value)
-
-
-def is_flag(value: object) -> bool:
-    return is_finite(value) or is_switch(value) or is_text(value)
-
-
-def is_wandb_run(value: Any) -> bool:
-    return dict_of(is_text)(value) and {"name", "id"} <= value.keys()
-
-
-# By key; any key may be absent. Beside the keys that the docstring of this file lists, a key with a
-# dot is that of an entry: "flags.seq_len" of state["flags"]["seq_len"].
-RULES: dict[str, Rule] = {
-    "cfg": is_dict,
-    "model_state_dict": is_dict,
-    "optimizer_state_dict": is_dict,
-    "step": whole(0),
-    "bytes_seen": whole(0),
-    "epoch": whole(0),
-    "best_loss": is_ordered,
-    "val_loss": optional(is_finite),
-    "unimproved": whole(0),
-    "metrics": optional(dict_of(optional(is_metric))),
-    "recent": list_of(is_finite),
-    "lowest_peak": is_ordered,
-    "exploded": is_switch,
-    "skipped": whole(0),
-    "wandb": optional(is_wandb_run),
-    "n_loops": whole(1, MAX_LOOPS),
-    "recipe": lambda value: is_text(value) and value in PRESETS,
-    "targets": list_of(whole(0)),
-    "shares": list_of(is_finite),
-    "flags": dict_of(optional(is_flag)),
+# By key, the type of what a run saves; any key may be absent.
+Metric = float | int | None
+TYPES = get_type_hints(RunProgress) | dict(
+    metrics=dict[str, Metric] | None,
+    wandb=dict[str, str] | None,
+    recipe=str,
+    targets=list[int],
+    shares=list[float],
+    flags=dict[str, Metric | str],
+    cfg=dict,
+    model_state_dict=dict,
+    optimizer_state_dict=dict,
     # flags that have an effect before they are compared with the run's
-    "flags.seq_len": whole(2, 1 << 24),
-    "flags.eval_tokens": whole(1),
-    "flags.target_tokens": whole(1),
-    "flags.minutes": optional(is_finite),
-    "flags.data_dir": is_text,
+    seq_len=int,
+    eval_tokens=int,
+    target_tokens=int,
+    minutes=Metric,
+    data_dir=str,
+)
+RANGES = {  # where a number must not be just any from 0 on
+    "n_loops": (1, MAX_LOOPS),
+    "targets": (0, MOST),
+    "seq_len": (2, 1 << 24),
+    "eval_tokens": (1, MOST),
+    "target_tokens": (1, MOST),
 }
 
 
-def check_state(path: Path, state: object, required: set[str]):
-    """Raise CheckpointError unless a state has the required keys, a valid `cfg`, tensors whose
-    shapes can be relied on, and values by the RULES."""
+def check_recorded(path: Path, state: object, required: set[str]):
+    """Raise CheckpointError unless a state has the required keys, a valid `cfg`, and values of the
+    TYPES. Its tensors are not looked at."""
     if not isinstance(state, dict):
         state = {}
     missing = required - state.keys()
@@ -230,28 +161,40 @@ def check_state(path: Path, state: object, required: set[str]):
         raise CheckpointError(
             f"{path} is not a Spider checkpoint: it lacks {', '.join(sorted(missing))}"
         )
-    try:
-        for key, rule in RULES.items():
-            table, _, name = key.rpartition(".")
-            # The rule of the table itself comes first in RULES, so the table is a dict here.
-            values = state.get(table, {}) if table else state
-            if name in values and not rule(values[name]):
-                raise ValueError(f"{key} has a value that no run saves")
-        SpiderConfig.from_saved(state["cfg"])
-        check_tensors(state["model_state_dict"], state.get("optimizer_state_dict", {}))
-    except (TypeError, ValueError, RecursionError) as fault:
-        raise CheckpointError(f"{path}: {fault}") from None
+    check_types(state)
+    check_types(state.get("flags", {}))
+    if state.get("recipe", "1b") not in PRESETS:
+        raise ValueError("recipe has a value that no run saves")
+    SpiderConfig.from_saved(state["cfg"])
 
 
-def weight_kinds(weights: dict) -> dict[str, tuple[torch.Size, torch.dtype | None]]:
-    """Return what a weight of a checkpoint must have in common with that of a model: its shape, and
-    its dtype, None for any of the WEIGHT_DTYPES. Values that are no tensors are left out."""
-    kinds = {}
-    for name, weight in weights.items():
-        if isinstance(weight, Tensor):
-            dtype = None if weight.dtype in WEIGHT_DTYPES else weight.dtype
-            kinds[name] = weight.shape, dtype
-    return kinds
+def check_types(values: dict):
+    """Raise ValueError unless values by name have their TYPES, and numbers are in their ranges. NaN
+    is in none, since a comparison with it decides silently."""
+    for name in TYPES.keys() & values.keys():
+        value = values[name]
+        valid = is_a(value, TYPES[name])
+        low, high = RANGES.get(name, (0, math.inf))
+        for number in value if isinstance(value, list) else [value]:
+            if isinstance(number, (int, float)) and not low <= number <= high:
+                valid = False
+        if not valid:
+            raise ValueError(f"{name} has a value that no run saves")
+
+
+def is_a(value: Any, kind: Any) -> bool:
+    """Return whether a value is of an annotated type: a class, a union, a list or a dict of values
+    of a class."""
+    if isinstance(kind, UnionType):
+        return any(is_a(value, part) for part in get_args(kind))
+    if not isinstance(value, get_origin(kind) or kind):
+        return False
+    match get_args(kind):
+        case [entry_kind]:
+            return all(isinstance(entry, entry_kind) for entry in value)
+        case [_, entry_kind]:
+            return all(isinstance(entry, entry_kind) for entry in value.values())
+    return True
 
 
 def check_weights(path: Path, state: dict, model: nn.Module):
@@ -259,16 +202,10 @@ def check_weights(path: Path, state: dict, model: nn.Module):
 
     Floating-point weights may have any of the WEIGHT_DTYPES. The model may be on the meta
     device."""
-
-    with reading(path):
-        saved = state["model_state_dict"]
-        expected_kinds = weight_kinds(model.state_dict())
-        saved_kinds = weight_kinds(saved)
-        odd = sorted(
-            str(name)
-            for name in expected_kinds.keys() | saved.keys()
-            if expected_kinds.get(name) != saved_kinds.get(name)
-        )
+    expected = weight_kinds(model.state_dict())
+    saved = weight_kinds(state["model_state_dict"])
+    names = expected.keys() | saved.keys()
+    odd = sorted(str(name) for name in names if expected.get(name) != saved.get(name))
     if odd:
         more = ", ..." if len(odd) > 3 else ""
         raise CheckpointError(
@@ -277,10 +214,20 @@ def check_weights(path: Path, state: dict, model: nn.Module):
         )
 
 
+def weight_kinds(weights: dict) -> dict[object, object]:
+    """Return by name what a saved weight must have in common with a model's: the shape, and the
+    dtype unless it is one of the WEIGHT_DTYPES."""
+    kinds = kind_of(weights)
+    for name, weight in weights.items():
+        if isinstance(weight, Tensor) and weight.dtype in WEIGHT_DTYPES:
+            kinds[name] = weight.shape
+    return kinds
+
+
 # --------------------------------------------------------------------------------------------------
 # Exports (see export.py): reading one executes no code either
 
-PREFIX = "spider."  # of an export's names of weights: the adapter's attribute for the model
+PREFIX = "spider."  # of the names in an export: the adapter's attribute for the model
 
 
 def safetensors():
@@ -328,7 +275,7 @@ def read_json(path: Path) -> Any:
 
 def read_export(path: Path) -> dict:
     """Read an export, a directory or one safetensors file with all weights, as the state of a
-    checkpoint: weights, cfg, n_loops, step, recipe, and the flags of evaluation."""
+    checkpoint: weights, cfg, n_loops and what is known of the training."""
     if path.suffix == ".safetensors":
         directory = path.parent
         files = [path]
@@ -343,18 +290,8 @@ def read_export(path: Path) -> dict:
     for file in files:
         for name, weight in safetensors().torch.load_file(file).items():
             weights[name.removeprefix(PREFIX)] = weight
-    training = config.get("training", {})
-    flags = training.get("flags", {})
-    state = dict(
-        model_state_dict=weights,
-        cfg=config["spider"],
-        n_loops=config["n_loops"],
-        step=training.get("step", 0),
-        flags={name: flags[name] for name in ("seq_len", "eval_tokens") if name in flags},
-    )
-    if "recipe" in training:
-        state["recipe"] = training["recipe"]
-    return state
+    facts = {"step": 0} | config.get("training", {})
+    return facts | dict(model_state_dict=weights, cfg=config["spider"], n_loops=config["n_loops"])
 
 
 # --------------------------------------------------------------------------------------------------
@@ -373,13 +310,8 @@ class SavedCheckpoint(NamedTuple):
 
 def saved_checkpoint(path: Path, state: dict) -> SavedCheckpoint:
     """Describe the checkpoint of a state."""
-    return SavedCheckpoint(
-        state["step"],
-        path,
-        state.get("exploded", False),
-        state.get("val_loss"),
-        state.get("best_loss", math.inf),
-    )
+    recorded = {name: state[name] for name in SavedCheckpoint._fields if name in state}
+    return SavedCheckpoint(**recorded | {"path": path})
 
 
 def checkpoint_path(directory: Path, step: int) -> Path:
@@ -398,38 +330,29 @@ def checkpoint_paths(directory: Path) -> list[Path]:
     return sorted(by_step, key=by_step.__getitem__)
 
 
-def load_or_skip(path: Path, mapped: bool = False) -> dict | None:
-    """Load a checkpoint by its path in a run's directory, see load_checkpoint. If it is damaged, or
-    has the name of another step, log a warning and return None."""
-    try:
-        state = load_checkpoint(path, mapped)
-        if path != checkpoint_path(path.parent, state["step"]):
-            raise CheckpointError(f"{path} is renamed: it holds step {state['step']}")
-    except CheckpointError as fault:
-        logger.warning(f"skipped: {fault}")
-        return None
-    return state
+def good_checkpoints(directory: Path, mapped: bool = False) -> Iterator[tuple[Path, dict]]:
+    """Yield path and state of a directory's checkpoints, the newest first; see load_checkpoint. For
+    one that is damaged, or has the name of another step, log a warning."""
+    for path in reversed(checkpoint_paths(directory)):
+        try:
+            state = load_checkpoint(path, mapped)
+            if path != checkpoint_path(directory, state["step"]):
+                raise CheckpointError(f"{path} is renamed: it holds step {state['step']}")
+        except CheckpointError as fault:
+            logger.warning(f"skipped: {fault}")
+        else:
+            yield path, state
 
 
 def find_checkpoints(directory: Path) -> list[SavedCheckpoint]:
-    """List a directory's checkpoints, oldest first, without reading their tensors; see
-    load_or_skip."""
-    saved = []
-    for path in checkpoint_paths(directory):
-        state = load_or_skip(path, mapped=True)
-        if state is not None:
-            saved.append(saved_checkpoint(path, state))
-    return saved
+    """List a directory's good checkpoints, oldest first, without reading their tensors."""
+    newest_first = good_checkpoints(directory, mapped=True)
+    return [saved_checkpoint(path, state) for path, state in newest_first][::-1]
 
 
 def load_newest(directory: Path) -> tuple[Path, dict] | None:
-    """Load the newest good checkpoint of a directory, see load_or_skip; return its path and
-    state, or None."""
-    for path in reversed(checkpoint_paths(directory)):
-        state = load_or_skip(path)
-        if state is not None:
-            return path, state
-    return None
+    """Load the newest good checkpoint of a directory; return its path and state, or None."""
+    return next(good_checkpoints(directory), None)
 
 
 def best_checkpoint(directory: Path) -> SavedCheckpoint:
@@ -442,20 +365,6 @@ def best_checkpoint(directory: Path) -> SavedCheckpoint:
             f"--keep_best, or use the newest one"
         )
     return best
-
-
-def load_named(resume: str) -> tuple[Path, dict]:
-    """Load what --resume names: a checkpoint, an export, or the newest good checkpoint of a run's
-    directory; return its path and state. Raise CheckpointError if that is not possible."""
-    named = Path(resume)
-    if not named.is_dir() or is_export(named):
-        return named, load_checkpoint(named)
-    newest = load_newest(named)
-    if newest is None:
-        raise CheckpointError(f"--resume: there is no usable checkpoint in {named}")
-    path, _ = newest
-    logger.info(f"--resume {named}: its newest good checkpoint is {path.name}")
-    return newest
 
 
 class Origin(NamedTuple):
@@ -486,63 +395,58 @@ def load_origin(directory: Path, resume: str | None, reset_steps: bool) -> Origi
     continues the run when it is repeated, as torchrun and Slurm do. Raise CheckpointError for a
     request to go back or start over inside a directory, or a checkpoint that cannot be used."""
     newest = load_newest(directory)
+    inside = False  # whether `resume` names the directory, or a file in it
+    if resume is not None:
+        named = Path(resume).resolve()
+        inside = directory.resolve() == (named if named.is_dir() else named.parent)
     if newest is None:
-        return begin_run(directory, resume, reset_steps)
+        if not inside and checkpoint_paths(directory):
+            raise CheckpointError(
+                f"--ckpt_dir: none of the checkpoints in {directory} is usable: restore a good "
+                f"one, or use another directory"
+            )
+        return begin_run(resume, reset_steps)
     path, state = newest
-    check_continues(directory, path, resume, reset_steps)
+    if reset_steps and (inside or resume is None):
+        raise CheckpointError(
+            f"--reset_steps: {directory} already holds a run: name a new --ckpt_dir, and the "
+            f"checkpoint by --resume"
+        )
+    if inside and named not in (path.resolve(), directory.resolve()):
+        raise CheckpointError(
+            f"--resume: {directory} holds a later checkpoint than {resume}, {path.name}: to go "
+            f"back, name a new --ckpt_dir"
+        )
+    if resume is not None and not inside:
+        logger.info(
+            f"{directory} holds a run, which resumes from its own checkpoint: --resume {resume} "
+            f"is not read"
+        )
     return Origin(path, state, resumes=True)
 
 
-def names_inside(directory: Path, resume: str) -> bool:
-    """Return whether --resume names a run's directory, or a file in it."""
-    named = Path(resume).resolve()
-    named_directory = named if named.is_dir() else named.parent
-    return named_directory == directory.resolve()
-
-
-def begin_run(directory: Path, resume: str | None, reset_steps: bool) -> Origin:
-    """Load what --resume names, if anything, for a run in a directory without a good checkpoint;
-    see load_origin."""
-    elsewhere = resume is None or not names_inside(directory, resume)
-    if elsewhere and checkpoint_paths(directory):
-        raise CheckpointError(
-            f"--ckpt_dir: none of the checkpoints in {directory} is usable: restore a good one, or "
-            f"use another directory"
-        )
+def begin_run(resume: str | None, reset_steps: bool) -> Origin:
+    """Load what --resume names, if anything, for a run in a directory without a good checkpoint: a
+    checkpoint, an export, or the newest good checkpoint of a run's directory."""
     if resume is None:
         if reset_steps:
             raise CheckpointError("--reset_steps needs --resume CHECKPOINT, whose weights it loads")
         return FROM_SCRATCH
-    path, state = load_named(resume)
+    path = Path(resume)
+    if path.is_dir() and not is_export(path):
+        newest = load_newest(path)
+        if newest is None:
+            raise CheckpointError(f"--resume: there is no usable checkpoint in {path}")
+        path, state = newest
+        logger.info(f"--resume {resume}: its newest good checkpoint is {path.name}")
+    else:
+        state = load_checkpoint(path)
     if not reset_steps and "optimizer_state_dict" not in state:
         raise CheckpointError(
             f"--resume: {path} has no optimizer state: add --reset_steps to start a new run "
             f"from its weights"
         )
     return Origin(path, state, resumes=not reset_steps)
-
-
-def check_continues(directory: Path, newest: Path, resume: str | None, reset_steps: bool):
-    """Raise CheckpointError for flags that contradict a directory whose run resumes from its
-    `newest` checkpoint; see load_origin. Log that a checkpoint elsewhere is not read."""
-    inside = resume is not None and names_inside(directory, resume)
-    if reset_steps and (inside or resume is None):
-        raise CheckpointError(
-            f"--reset_steps: {directory} already holds a run: name a new --ckpt_dir, and the "
-            f"checkpoint by --resume"
-        )
-    if resume is None:
-        return
-    if not inside:
-        logger.info(
-            f"{directory} holds a run, which resumes from its own checkpoint: --resume {resume} "
-            f"is not read"
-        )
-    elif Path(resume).resolve() not in (newest.resolve(), directory.resolve()):
-        raise CheckpointError(
-            f"--resume: {directory} holds a later checkpoint than {resume}, {newest.name}: to go "
-            f"back, name a new --ckpt_dir"
-        )
 
 
 # --------------------------------------------------------------------------------------------------
@@ -603,9 +507,9 @@ class CheckpointWriter:
         self.keep_last = keep_last
         self.keep_best = keep_best
         self.world = world
-        self.saved_step = saved_step  # of the newest saved state; -1: none
+        self.saved_step = saved_step  # the step of the newest saved state; -1: none
         self.failed = False  # whether the newest write failed
-        self.host_copy: Any = None  # of the newest saved state; the next save reuses its memory
+        self.host_copy: Any = None  # the newest saved state, whose memory the next save reuses
         self.thread = ThreadPoolExecutor(1)
         self.writing: Future[None] = self.thread.submit(lambda: None)
         if world.is_rank0:

@@ -44,12 +44,12 @@ from spider.checkpoint import (
 from spider.common import CheckpointError, ProgressBar, UsageError, one_line, quoted
 from spider.config import SpiderConfig
 from spider.decode import PIECE, DecodingState
-from spider.distributed import World
+from spider.distributed import UNSHARDED, World
 from spider.machine import multiplies_bf16
 from spider.memory import EngramTable
 from spider.optim import RowwiseAdagrad
 from spider.scoring import IGNORED, Reading, Totals, score_batches, score_model
-from spider.state import load_optimizer
+from spider.state import load_optimizers
 from spider.vocabulary import BOS_ID, EOS_ID, PAD_ID
 from spider_model import Spider
 
@@ -550,7 +550,7 @@ class Adaptation:
         self.n_loops = n_loops
         self.adagrad = RowwiseAdagrad(tables, RATE)
         # it would be changed in place, and the checkpoint is used again
-        load_optimizer("engram", self.adagrad, deepcopy(accumulators))
+        load_optimizers(UNSHARDED, {"engram": self.adagrad}, {"engram": deepcopy(accumulators)})
         dense = [p for p in model.parameters() if p not in self.adagrad.tables]
         self.adamw = torch.optim.AdamW(dense, DENSE_RATE, weight_decay=0, fused=True)
         # The accumulators are of gradients of a mean over so many bytes.

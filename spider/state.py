@@ -5,7 +5,7 @@ a part, and `copy_to_host` copies it to host memory. checkpoint.py writes the co
 
 To load: checkpoint.py reads a file on rank 0, and the other ranks get the same state with tensors
 on the meta device. `load_model` and `load_optimizers` broadcast it, and each rank keeps its rows.
-Before that, `check_tensors` and `check_fits` refuse tensors that are not what a run saves: kernels
+Before that, `check_tree` and `check_fits` refuse tensors that are not what a run saves: kernels
 and collectives trust shapes and dtypes, and torch does not check them.
 
 The state of an optimizer is torch's: `param_groups`, and `state`, which has a dict of values for
@@ -23,6 +23,7 @@ import torch.distributed as dist
 from loguru import logger
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_with_path
 
 from spider import machine
 from spider.common import CheckpointError
@@ -30,7 +31,8 @@ from spider.distributed import Sharded, ShardedParameter, Sharding, World, shard
 
 SCALE_BLOCK = 256  # numbers that share a scale in 8-bit AdamW
 NESTED = "__bnb_optimizer_quant_state__"  # where bitsandbytes puts the tensors of a parameter
-MOST_STEPS = 1 << 31  # of an optimizer: the kernel of 8-bit AdamW takes 32 bits
+MOST = (1 << 62) - 1  # the largest whole number: no sum of two overflows 64 bits
+MOST_STEPS = 1 << 31  # the kernel of 8-bit AdamW counts them in 32 bits
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -38,32 +40,30 @@ Model = TypeVar("Model", bound=nn.Module)
 # What the optimizers keep of a parameter
 
 
-def state_layouts(
+def kinds_of_state(
     optimizer: str, dtype: torch.dtype, shape: tuple[int, ...]
-) -> list[dict[str, str]]:
+) -> list[dict[str, object]]:
     """Return the states that an optimizer may have of a parameter: by key, what `kind_of` returns
-    for the value."""
-    like_parameter = dtype_and_shape(dtype, shape)
-    floats = dtype_and_shape(torch.float32, shape)
-    if optimizer == "muon":
-        return [dict(momentum_buffer=like_parameter)]
-    if optimizer == "adamw":
-        return [dict(step="float32 []", exp_avg=like_parameter, exp_avg_sq=like_parameter)]
-    if optimizer == "engram":
-        return [dict(sum=dtype_and_shape(dtype, shape[:1]))]
+    for the value. It has none before its first step."""
+    like_parameter = dtype, shape
+    match optimizer:
+        case "muon":
+            return [{}, dict(momentum_buffer=like_parameter)]
+        case "engram":
+            return [{}, dict(sum=(dtype, shape[:1]))]
+        case "adamw":
+            step = torch.float32, ()
+            return [{}, dict(step=step, exp_avg=like_parameter, exp_avg_sq=like_parameter)]
     assert optimizer == "adamw8bit", optimizer
-    quantized = dtype_and_shape(torch.uint8, shape)
-    scales = dtype_and_shape(torch.float32, [math.ceil(math.prod(shape) / SCALE_BLOCK)])
+    floats = torch.float32, shape
+    small = dict(state1=floats, state2=floats)
+    quantized = torch.uint8, shape
+    table = torch.float32, (256,)
+    scales = torch.float32, (math.ceil(math.prod(shape) / SCALE_BLOCK),)
     large = dict(
-        step="int",
-        state1=quantized,
-        state2=quantized,
-        qmap1="float32 [256]",
-        qmap2="float32 [256]",
-        absmax1=scales,
-        absmax2=scales,
+        state1=quantized, state2=quantized, qmap1=table, qmap2=table, absmax1=scales, absmax2=scales
     )
-    return [dict(step="int", state1=floats, state2=floats), large]
+    return [{}, {"step": int, NESTED: small}, {"step": int, NESTED: large}]
 
 
 def row_bounds(param: ShardedParameter | None, key: str) -> list[int] | None:
@@ -91,7 +91,7 @@ class ShardedRows:
     bounds: list[int]  # first row of each shard, and the number of rows
     rank: int
 
-    def gather(self, earlier: object = None) -> Tensor | None:
+    def gather(self, earlier: object) -> Tensor | None:
         """Return all rows in host memory on rank 0, and None on the others. Every rank calls this;
         the ranks of the first replica send their rows.
 
@@ -141,8 +141,8 @@ def warn_of_pageable(reason: str):
 
 
 def copy_to_host(value: Any, earlier: Any, keeps: bool) -> Any:
-    """Copy a nested state to host memory. Every rank calls this, since it gathers ShardedRows;
-    those that do not keep the copy get None for each tensor.
+    """Copy the tensors in nested dicts to host memory. Every rank calls this, since it gathers
+    ShardedRows; those that do not keep the copy get None for each tensor.
 
     earlier: the copy of an earlier state, whose tensors are overwritten where they fit."""
     if isinstance(value, ShardedRows):
@@ -158,8 +158,6 @@ def copy_to_host(value: Any, earlier: Any, keeps: bool) -> Any:
             earlier_entry = earlier.get(key) if isinstance(earlier, dict) else None
             copies[key] = copy_to_host(entry, earlier_entry, keeps)
         return copies
-    if isinstance(value, (list, tuple)):  # of settings: they hold no tensors worth reusing
-        return type(value)(copy_to_host(entry, None, keeps) for entry in value)
     return value
 
 
@@ -180,7 +178,7 @@ def optimizer_states(sharding: Sharding, optimizers: Mapping[str, Optimizer]) ->
         return states
     rank = sharding.world.rank
 
-    def as_rows(value: Tensor, bounds: list[int] | None) -> Tensor | ShardedRows:
+    def as_rows(value: Any, bounds: list[int] | None) -> Any:
         return value if bounds is None else ShardedRows(value, bounds, rank)
 
     return change_states(sharding, optimizers, states, as_rows)
@@ -189,7 +187,7 @@ def optimizer_states(sharding: Sharding, optimizers: Mapping[str, Optimizer]) ->
 def change_states(
     sharding: Sharded, optimizers: Mapping[str, Optimizer], states: Mapping, change: Callable
 ) -> dict[str, Any]:
-    """Return the states of optimizers with change(value, bounds) for each tensor, where the bounds
+    """Return the states of optimizers with change(value, bounds) for each value, where the bounds
     are those of `row_bounds`."""
     by_local = {param.local: param for param in sharding.params}
     changed = {}
@@ -197,21 +195,12 @@ def change_states(
         params = parameters_of(optimizer)
         by_param = {}
         for i, values in states[name]["state"].items():
-            by_param[i] = change_values(values, by_local.get(params[i]), change)
+            param = by_local.get(params[i])
+            # 8-bit AdamW nests its values
+            by_param[i] = tree_map_with_path(
+                lambda path, value, p=param: change(value, row_bounds(p, path[-1].key)), values
+            )
         changed[name] = dict(states[name], state=by_param)
-    return changed
-
-
-def change_values(values: dict, param: ShardedParameter | None, change: Callable) -> dict:
-    """Do the work of `change_states` for the values of one parameter."""
-    changed = {}
-    for key, value in values.items():
-        if isinstance(value, dict):  # 8-bit AdamW nests its quantized state
-            changed[key] = change_values(value, param, change)
-        elif isinstance(value, Tensor):
-            changed[key] = change(value, row_bounds(param, key))
-        else:
-            changed[key] = value
     return changed
 
 
@@ -227,9 +216,7 @@ def gather_model(model: Model) -> Model | None:
     if not isinstance(sharding, Sharded):
         return model
     world = sharding.world
-    weights: dict[str, Tensor | None] = {}
-    for param in sharding.params:
-        weights[param.name] = ShardedRows(param.local, param.bounds, world.rank).gather()
+    weights = copy_to_host(model_state(model), None, world.is_rank0)
     if not world.is_rank0:
         return None
     spider: Any = model  # this package does not import spider_model.Spider
@@ -237,9 +224,7 @@ def gather_model(model: Model) -> Model | None:
         whole = type(spider)(spider.config)
     whole.to_empty(device=world.device)
     whole.init_weights()  # also sets hash constants, which no state holds
-    names = whole.state_dict().keys()
-    replicated = {name: value for name, value in sharding.replicated.items() if name in names}
-    whole.load_state_dict(weights | replicated)
+    whole.load_state_dict(weights)
     whole.compute_dtype = spider.compute_dtype
     whole.set_backend(spider.backend)
     return whole
@@ -249,11 +234,35 @@ def gather_model(model: Model) -> Model | None:
 # Check what was read
 
 
-def is_plain(value: object) -> bool:
-    """Return whether kernels and collectives can rely on a tensor's shape. Such a tensor is dense,
-    contiguous and alone in its storage, like each that a run saves."""
+def check_tree(tree: Mapping[object, object], name: str, seen: set[int]):
+    """Raise ValueError unless arithmetic, kernels and collectives can rely on the values in nested
+    dicts: whole numbers are not above MOST, tensors are what their shapes say, and no dict occurs
+    twice, so that their number is bounded.
+
+    seen: ids of the dicts so far."""
+    if id(tree) in seen:
+        raise ValueError(f"{name} occurs twice")
+    seen.add(id(tree))
+    for key, value in tree.items():
+        if not isinstance(key, (str, int)):
+            raise ValueError(f"{name} has a key that is no text")
+        if isinstance(value, dict):
+            check_tree(value, f"{name}.{key}", seen)
+        elif isinstance(value, int) and abs(value) > MOST:
+            raise ValueError(f"{name}.{key} is too large")
+        elif isinstance(value, Tensor) and not is_plain(value):
+            raise ValueError(
+                f"{name}.{key} must be a dense, contiguous tensor with a storage of its own: "
+                f"save it by .contiguous().clone()"
+            )
+
+
+def is_plain(value: Tensor) -> bool:
+    """Return whether a tensor is on the host, dense, contiguous and alone in its storage, like each
+    that a run saves."""
     return (
         type(value) is Tensor
+        and value.device.type == "cpu"
         and value.layout == torch.strided
         and not value.is_nested
         and not value.is_quantized
@@ -264,104 +273,56 @@ def is_plain(value: object) -> bool:
     )
 
 
-def check_tensors(weights: Mapping[str, object], optimizers: Mapping[str, object]):
-    """Raise ValueError unless the tensors of a checkpoint can be relied on: those by name of the
-    model, and those in nested dicts of the optimizers."""
-    for name, weight in weights.items():
-        check_plain(weight, f"model_state_dict.{name}")
-    check_optimizer_tensors(optimizers, "optimizer_state_dict", set())
-
-
-def check_plain(value: object, name: str):
-    """Raise ValueError for a tensor whose shape cannot be relied on."""
-    if isinstance(value, Tensor) and not (is_plain(value) and value.device.type == "cpu"):
-        raise ValueError(
-            f"{name} must be a dense, contiguous tensor with a storage of its own: "
-            f"save it by .contiguous().clone()"
-        )
-
-
-def check_optimizer_tensors(value: object, name: str, seen: set[int]):
-    """Check the nested dicts of optimizers' states. Raise ValueError unless each tensor is plain
-    and the only one in its memory, and each `step` is a number that a run may reach. The tables of
-    8-bit AdamW may share their memory, since they are only read.
-
-    seen: addresses of dicts and tensors so far."""
-    check_plain(value, name)
-    key = name.rpartition(".")[2]
-    if key == "step":
-        check_step(value, name)
-    address = 0
+def kind_of(value: object) -> Any:
+    """Return dtype and shape of a tensor, the kinds of a dict's values by key, and the type of any
+    other value."""
+    if isinstance(value, Tensor):
+        return value.dtype, tuple(value.shape)
     if isinstance(value, dict):
-        address = id(value)
-    elif isinstance(value, Tensor):
-        address = value.data_ptr()  # 0 if it is empty
-    if address in seen:
-        raise ValueError(f"{name} shares its memory with another value")
-    if address and key not in ("qmap1", "qmap2"):
-        seen.add(address)
-    if isinstance(value, dict):
-        for entry_name, entry in value.items():
-            check_optimizer_tensors(entry, f"{name}.{entry_name}", seen)
-
-
-def check_step(value: object, name: str):
-    """Raise ValueError unless a value is a number of steps, or a tensor of one."""
-    number: Any = value
-    if isinstance(value, Tensor) and value.numel() == 1:
-        number = value.item()
-    if type(number) not in (int, float) or not 0 <= number < MOST_STEPS:
-        raise ValueError(f"{name} must be a number from 0 to {MOST_STEPS - 1}")
+        return {key: kind_of(entry) for key, entry in value.items()}
+    return type(value)
 
 
 def check_fits(
-    name: str, optimizer: Optimizer, state: dict, sharded: Sequence[ShardedParameter] = ()
+    optimizers: Mapping[str, Optimizer],
+    states: Mapping[str, dict],
+    sharded: Sequence[ShardedParameter] = (),
 ):
-    """Raise CheckpointError unless an optimizer can load a state. The state must have the same
-    groups of parameters, and for each parameter the values that the optimizer makes.
+    """Raise CheckpointError unless optimizers can load their states: with the same groups of
+    parameters, and for each parameter the values that the optimizer makes. Each tensor must be the
+    only one in its memory, since kernels write there; not the tables of 8-bit AdamW, which they
+    only read.
 
-    name: of the optimizer in `Optimizers`. sharded: parameters of which the optimizer has rows; the
-    state has whole ones."""
+    sharded: parameters of which the optimizers have rows; the states have whole ones."""
     whole_shapes = {param.local: param.shape for param in sharded}
-    params = dict(enumerate(parameters_of(optimizer)))
+    addresses = set()
     try:
-        groups = [group["params"] for group in state["param_groups"]]
-        if groups != [group["params"] for group in optimizer.state_dict()["param_groups"]]:
-            raise ValueError("it has other groups of parameters")
-        for i, values in state["state"].items():
-            if i not in params:
-                raise ValueError(f"it has an unknown parameter {i!r}")
-            p = params[i]
-            check_values(name, values, p.dtype, whole_shapes.get(p, tuple(p.shape)))
+        for name, optimizer in optimizers.items():
+            groups = [group["params"] for group in states[name]["param_groups"]]
+            if groups != [group["params"] for group in optimizer.state_dict()["param_groups"]]:
+                raise ValueError("it has other groups of parameters")
+            params = dict(enumerate(parameters_of(optimizer)))
+            for i, values in states[name]["state"].items():
+                if i not in params:
+                    raise ValueError(f"it has an unknown parameter {i!r}")
+                shape = whole_shapes.get(params[i], tuple(params[i].shape))
+                kinds = kind_of(values)
+                if kinds not in kinds_of_state(name, params[i].dtype, shape):
+                    raise ValueError(f"for a parameter {list(shape)} it has {kinds}"[:200])
+                if not 0 <= values.get("step", 0) < MOST_STEPS:
+                    raise ValueError(f"step must be a number from 0 to {MOST_STEPS - 1}")
+                for key, value in (values | values.get(NESTED, {})).items():
+                    if not isinstance(value, Tensor) or key in ("qmap1", "qmap2"):
+                        continue
+                    if value.data_ptr() in addresses:
+                        raise ValueError(f"{key} shares its memory with another value")
+                    addresses.add(value.data_ptr())
     except Exception as fault:  # whatever a foreign state provokes
         reason = str(fault).partition("\n")[0]
         raise CheckpointError(
             f"the checkpoint's state of {name} does not fit this model ({reason}): use "
             f"--reset_steps to load only the weights"
         ) from None
-
-
-def check_values(optimizer: str, values: dict, dtype: torch.dtype, shape: tuple[int, ...]):
-    """Raise ValueError unless an optimizer may have these values of a parameter. It may have none,
-    as before its first step."""
-    if optimizer == "adamw8bit":
-        direct = {key: value for key, value in values.items() if key != NESTED}
-        values = direct | values.get(NESTED, {})
-    kinds = {key: kind_of(value) for key, value in values.items()}
-    if kinds and kinds not in state_layouts(optimizer, dtype, shape):
-        listed = ", ".join(f"{key}: {kind}" for key, kind in kinds.items())
-        raise ValueError(f"for a parameter {list(shape)} it has {listed[:200]}")
-
-
-def kind_of(value: Any) -> str:
-    """Return dtype and shape of a plain tensor, or the name of another type."""
-    if is_plain(value):
-        return dtype_and_shape(value.dtype, value.shape)
-    return type(value).__name__
-
-
-def dtype_and_shape(dtype: torch.dtype, shape: Sequence[int]) -> str:
-    return f"{str(dtype).removeprefix('torch.')} {list(shape)}"
 
 
 # --------------------------------------------------------------------------------------------------
@@ -405,12 +366,15 @@ def load_optimizers(
             f"the checkpoint has the optimizers {', '.join(map(str, states))}, this run "
             f"{', '.join(optimizers)}: use --optimizer as before, or --reset_steps"
         )
-    for name, optimizer in optimizers.items():
-        check_fits(name, optimizer, states[name], sharding.params)
     if isinstance(sharding, Sharded):
+        # the other ranks know only dtypes and shapes
+        sharding.world.on_rank0(lambda: check_fits(optimizers, states, sharding.params))
         states = broadcast_optimizers(sharding, optimizers, states)
+    else:
+        check_fits(optimizers, states)
     for name, optimizer in optimizers.items():
-        load_checked(optimizer, states[name])
+        groups = optimizer.state_dict()["param_groups"]  # they have the settings
+        optimizer.load_state_dict(dict(state=states[name]["state"], param_groups=groups))
 
 
 def broadcast_optimizers(
@@ -418,21 +382,9 @@ def broadcast_optimizers(
 ) -> dict[str, Any]:
     """Broadcast the states of optimizers from rank 0, and return this rank's rows of them."""
 
-    def rows_of_rank(value: Tensor, bounds: list[int] | None) -> Tensor:
+    def rows_of_rank(value: Any, bounds: list[int] | None) -> Any:
+        if not isinstance(value, Tensor):
+            return value
         return broadcast_rows(value, bounds, sharding.world)
 
     return change_states(sharding, optimizers, states, rows_of_rank)
-
-
-def load_optimizer(name: str, optimizer: Optimizer, state: dict):
-    """Load the state of one optimizer, by its name in `Optimizers`, but keep the settings. Raise
-    CheckpointError if it does not fit."""
-    check_fits(name, optimizer, state)
-    load_checked(optimizer, state)
-
-
-def load_checked(optimizer: Optimizer, state: dict):
-    """Load a state that was checked. Nothing of its groups of parameters is taken, since they have
-    the settings."""
-    groups = optimizer.state_dict()["param_groups"]
-    optimizer.load_state_dict(dict(state=state["state"], param_groups=groups))

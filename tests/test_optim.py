@@ -11,11 +11,11 @@ import torch
 from conftest import awake, has_lookups, lookups_of, small_config, text
 from data import Batch
 from jobs import run_ranks
-from spider.distributed import ShardedParameter
+from spider.distributed import UNSHARDED, ShardedParameter
 from spider.memory import EngramTable
 from spider.muon_ranks import MatrixAssignment
 from spider.optim import Muon, Optimizers, RowwiseAdagrad, kinds_of
-from spider.state import load_optimizer
+from spider.state import load_optimizers
 from train import StepSettings, accumulate, step_alone
 
 
@@ -264,5 +264,5 @@ def test_state_of_a_parameter_without_dimensions_can_be_loaded():
     scale.grad = torch.ones(())
     optimizer.step()
     other = torch.optim.AdamW([scale])
-    load_optimizer("adamw", other, optimizer.state_dict())
+    load_optimizers(UNSHARDED, {"adamw": other}, {"adamw": optimizer.state_dict()})
     assert other.state[scale]["exp_avg"] == optimizer.state[scale]["exp_avg"] != 0

@@ -257,20 +257,6 @@ def test_signal_before_the_first_step_ends_the_run_at_once_and_writes_nothing(
     assert contents(directory) == before
 
 
-def test_signal_in_the_loop_but_before_the_first_step_is_no_error(
-    tmp_path, shards, monkeypatch, capsys
-):
-    def stop(run):
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    monkeypatch.setattr(train.Run, "evaluate_and_sample", stop)
-    argv = run_flags(shards, tmp_path / "run")
-    assert train.command_line(argv) == 128 + signal.SIGTERM
-    last_line = capsys.readouterr().err.splitlines()[-1]
-    assert last_line == "train.py: SIGTERM: stopped before the first step"
-    assert saved_steps(tmp_path / "run") == []
-
-
 def test_signal_does_not_interrupt_the_record_of_an_evaluation(tmp_path, shards, monkeypatch):
     record = RunProgress.record_evaluation
 
@@ -403,33 +389,6 @@ def test_fine_tuning_command_given_again_resumes(train_small, train_in_parts, ne
     assert last_step(train_small(flags, steps=7, ckpt="parts")) == 7
 
 
-def test_checkpoint_continues_exactly_in_an_empty_directory(train_small):
-    flags = "--ckpt_every 3 --eval_every 0"
-    whole = train_small(flags, steps=7, ckpt="whole")
-    origin = train_small(flags, steps=4, ckpt="origin") / "spider-step4.pt"
-    other = train_small(flags, "--resume", origin, steps=7, ckpt="other")
-    assert_same(final_state(other)["model_state_dict"], final_state(whole)["model_state_dict"])
-    assert [line["step"] for line in metrics(other)] == [4, 5, 6, 7]
-
-
-@pytest.mark.parametrize(
-    "step, last_step, metrics, eval_every, has_work",
-    (
-        (5, 6, {}, 0, True),
-        (6, 6, {}, 2, True),  # its evaluation
-        (6, 6, {}, 0, False),
-        (6, 6, dict(val_loss=2.0), 2, False),
-        (6, 5, {}, 2, False),
-    ),
-)
-def test_work_is_a_step_or_the_evaluation_of_the_last_one(
-    step, last_step, metrics, eval_every, has_work
-):
-    progress = RunProgress(step=step, metrics=metrics)
-    start = train.Start(None, None, progress, {}, True, last_step, last_step)
-    assert train.has_work(start, train.Flags(eval_every=eval_every)) == has_work
-
-
 NOTHING_LEFT = "no step is left to train, but settings differ: "
 
 
@@ -463,36 +422,27 @@ def test_command_that_trains_no_step_leaves_the_run_as_it_is(
     assert contents(directory) == written
 
 
-def test_checkpoint_without_a_step_left_begins_no_run_in_another_directory(train_small, error_of):
-    first = train_small(steps=2, ckpt="first")
-    line = error_of(f"--resume {first}", ckpt="other", steps=2)
-    assert "no step is left to train: train longer (--max_steps, " in line
-    assert "or add --reset_steps" in line
-    assert not saved_steps(first.parent / "other")
-
-
-def test_going_back_or_starting_over_in_a_directory_is_refused(train_small, error_of):
+def test_command_that_cannot_begin_a_run_is_refused_and_changes_nothing(
+    tmp_path, train_small, error_of
+):
     directory = train_small("--ckpt_every 2 --keep_last 9", steps=6)
-    before = contents(directory)
-    for flags, expected in (
-        (f"--resume {directory}/spider-step2.pt", "to go back, name a new --ckpt_dir"),
-        (f"--resume {directory}/spider-step6.pt --reset_steps", "name a new --ckpt_dir"),
-        (f"--resume {directory}/gone.pt", "to go back"),
-        ("--reset_steps", "a new --ckpt_dir"),
-    ):
-        assert expected in error_of(flags)
-        assert contents(directory) == before
-    assert last_step(train_small("--resume", directory / "spider-step6.pt", steps=7)) == 7
-
-
-def test_run_cannot_begin_without_a_usable_checkpoint_to_begin_from(tmp_path, error_of):
     (tmp_path / "folder").mkdir()
-    for flags, expected in (
-        ("--reset_steps", "--reset_steps needs --resume"),
-        (f"--resume {tmp_path}/none.pt", "none.pt does not exist"),
-        (f"--resume {tmp_path}/folder", "no usable checkpoint in"),
+    before = contents(directory)
+    for ckpt, flags, expected in (
+        ("run", f"--resume {directory}/spider-step2.pt", "to go back, name a new --ckpt_dir"),
+        ("run", f"--resume {directory}/spider-step6.pt --reset_steps", "name a new --ckpt_dir"),
+        ("run", f"--resume {directory}/gone.pt", "to go back"),
+        ("run", "--reset_steps", "a new --ckpt_dir"),
+        ("other", "--reset_steps", "--reset_steps needs --resume"),
+        ("other", f"--resume {tmp_path}/none.pt", "none.pt does not exist"),
+        ("other", f"--resume {tmp_path}/folder", "no usable checkpoint in"),
+        ("other", f"--resume {directory}", "no step is left to train: train longer (--max_steps, "),
+        ("other", f"--resume {directory}", "or add --reset_steps"),
     ):
-        assert expected in error_of(flags)
+        assert expected in error_of(flags, ckpt=ckpt)
+        assert contents(directory) == before
+        assert not saved_steps(tmp_path / "other")
+    assert last_step(train_small("--resume", directory / "spider-step6.pt", steps=7)) == 7
 
 
 def test_directory_of_a_run_stands_for_its_newest_good_checkpoint(train_small, new_log):
@@ -504,6 +454,7 @@ def test_directory_of_a_run_stands_for_its_newest_good_checkpoint(train_small, n
     for _ in range(2):
         other = train_small(flags, "--resume", origin, steps=6, ckpt="new")
         assert_same(final_state(other)["model_state_dict"], final_state(whole)["model_state_dict"])
+        assert [line["step"] for line in metrics(other)] == [4, 5, 6]
     log = new_log()
     assert "its newest good checkpoint is spider-step4.pt" in log
     assert f"--resume {origin} is not read" in log
