@@ -136,8 +136,8 @@ def test_cells_of_csv_are_read_unchanged_and_bad_rows_are_counted(rows, texts, s
     [
         (b'1,"a\n2,b\n', "line 3: unexpected end of data"),
         (b"1,a\n" * 1000 + b'1,"a"b\n', "line 1,002: ',' expected"),
-        (b"1," + b"x" * 1997 + b"\n2," + b"x" * 1998 + b"\n", "line 3: a row longer than 2,000"),
-        (b'1,"' + b"x\n" * 3000, "line 1,000: a row longer"),
+        (b"1," + b"x" * 1997 + b"\n2," + b"x" * 1998 + b"\n", "line 3: longer than 2,000 bytes"),
+        (b'1,"' + b"x\n" * 3000, "line 1,002: field larger than field limit (2000)"),
     ],
 )
 def test_csv_with_bad_quotes_is_refused_with_the_line(monkeypatch, capsys, rows, message):
