@@ -734,10 +734,10 @@ def show(sources: Sequence[Source], seq_len: int, seed: int, first: int, count: 
     first id; the next one has the text."""
     loader = Loader(sources, seq_len, seed)
     for g in range(first, first + count):
-        number, epoch, offset = loader.locate(g)
-        say(f"{g}: epoch {epoch}, {sources[number].name}, {offset}")
         (input_ids,), (labels,) = loader.rows(np.array([g]))
         ids = [int(input_ids[0]), *labels.masked_fill(labels == IGNORED, PAD_ID).tolist()]
+        number, epoch, offset = loader.locate(g)
+        say(f"{g}: epoch {epoch}, {sources[number].name}, {offset}")
         print("    " + printable(ids))
 
 
