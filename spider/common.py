@@ -550,7 +550,7 @@ def open_closed_streams():
     while descriptor <= 2:
         descriptor = os.open(os.devnull, os.O_RDWR)
     os.close(descriptor)
-    # sys.stdin stays None, which its readers report
+    sys.stdin = sys.stdin or open(os.devnull)
     sys.stdout = sys.stdout or open(os.devnull, "w")
     sys.stderr = sys.stderr or open(os.devnull, "w")
 

@@ -105,8 +105,6 @@ def open_input(path: str, scratch: Path) -> IO[bytes]:
     Raise DataError for a compressed file that is damaged or cut off.
     """
     if path == "-":
-        if sys.stdin is None:
-            raise DataError("-: standard input is closed")
         return copy_of(sys.stdin.buffer, path, scratch)
     file = open(path, "rb", MIB)
     stream: IO[bytes] = file
@@ -242,12 +240,10 @@ def table_rows(path: str, file: IO[bytes], field: str) -> Iterator[dict[str, obj
 
 
 def check_column(field: str, names: Collection[str]):
-    """Raise ValueError if a table has no column `field`, or several. In a CSV file without a
-    header, the first row is taken for one."""
+    """Raise ValueError if a table has no column `field`. In a CSV file without a header, the first
+    row is taken for one."""
     if field not in names:
         raise ValueError("".join(without_field(field, names)))
-    if list(names).count(field) > 1:
-        raise ValueError(f"several columns have the name {field!r}")
 
 
 def parquet_cells(file: IO[bytes], field: str) -> Iterator[object]:

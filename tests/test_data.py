@@ -363,7 +363,7 @@ REFUSALS = [
     ),
     ({}, "show d:1,./d:1", "a directory is named twice"),
     ({}, "show https://host/web", "https://host/web: an address: download it first"),
-    ({"x": b"\n \n"}, "prepare - --out o", "-: standard input is closed"),
+    ({}, "prepare - --out o", "1 empty (first: -)"),
     ({"x.jsonl": b"\n \n"}, "prepare x.jsonl --out o", "x.jsonl: nothing to train on: no document"),
     ({"x.txt": b"\xef\xbb\xbf"}, "prepare x.txt --out o", "1 empty (first: x.txt)"),
     ({"x.csv": b""}, "prepare x.csv --out o", "1 empty (first: x.csv)"),

@@ -179,7 +179,6 @@ def test_binary_cell_is_its_bytes_and_one_of_another_type_is_skipped(
         ("a.parquet --field body", "without a text in 'body': it has id, text: --field NAME"),
         ("a.csv --field body", "without a text in 'body': it has id, text: --field NAME"),
         ("broken.parquet", "magic bytes"),
-        ("twice.csv", "several columns have the name 'text'"),
         ("broken.arrow", "non-monotonic offset"),
         ("owner/set", "Hugging Face hub"),  # the tests are offline
     ],
@@ -188,7 +187,6 @@ def test_table_that_cannot_be_read_is_named(table, capsys, arguments, message):
     table.to_csv("a.csv", columns=["id", "text"])
     table.to_parquet("a.parquet")
     Path("broken.parquet").write_bytes(b"PAR1 and no more")
-    Path("twice.csv").write_bytes(b"text,text\na,b\n")
     offsets = pyarrow.array([0, 9, 2], pyarrow.int32()).buffers()[1]
     texts = pyarrow.StringArray.from_buffers(2, offsets, pyarrow.py_buffer(b"x" * 9))
     broken = pyarrow.table(dict(text=texts))
