@@ -60,6 +60,7 @@ def test_variables_of_the_original_set_their_flags():
         ("--n_loops=4096", "n_loops", 4096),
         ("--max_steps=4611686018427387903", "max_steps", (1 << 62) - 1),
         ("--lr=1000", "lr", 1000.0),
+        ("--run=True", "run", "True"),
     ),
 )
 def test_a_short_form_sets_its_flag(word, flag, value):
