@@ -218,7 +218,6 @@ def test_records_with_other_fields_are_one_kind_of_which_little_is_printed(capsy
 
 JSON_LAYOUTS = {
     "array": b' [{"text": "one"},\n\n{"id": 1, "text": "two"}]\n',
-    "array of texts": b'["one", "two"]',
     "a number of 5,000 digits": b'[{"text": "one", "n": ' + b"7" * 5000 + b'}, {"text": "two"}]',
     "a line with such a number": b'{"text": "one", "n": ' + b"7" * 5000 + b'}\n{"text": "two"}',
     "with a byte order mark": BYTE_ORDER_MARK + b'[{"text": "one"}, {"text": "two"}]',
@@ -247,9 +246,7 @@ def test_json_file_is_read_by_its_layout(monkeypatch, raw):
 
 BAD_ENDS = [
     b"",
-    b"]]",
     b", ] x",
-    b'{"text": ',
     b"{'text': 1}]",
     b'{"text": "' + b"x" * 3000,
     b"\xff",
@@ -282,7 +279,6 @@ NO_TEXT = {
     "UTF-16 without a mark": (ENGLISH.decode().encode("utf-16-le"), "1 binary, or UTF-16"),
     "PDF": (b"%PDF-1.4\n1 0 obj\n<< /Type /Catalog >>\nendobj\n", "1 a PDF: extract its text"),
     "LFS": (POINTER, "1 a Git LFS pointer instead of the file: run `git lfs pull`"),
-    "PNG": (b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR\0\0\0\1\0\0\0\1\x08\2\0\0\0", "1 binary"),
     "five NULs": (b"\0" * 5 + ENGLISH, "1 binary"),
     "6% of control bytes": (b"\3" * 6 + b"x" * 94, "1 binary"),
 }
