@@ -253,9 +253,10 @@ class Parser(argparse.ArgumentParser):
 
     def without_truth_values(
         self, words: Sequence[str], namespace: argparse.Namespace
-    ) -> Iterator[str]:
-        """Yield the words as argparse takes them. TOML and sweeps have --NAME=True and
+    ) -> list[str]:
+        """Return the words as argparse takes them. TOML and sweeps have --NAME=True and
         --NAME=False: a switch that is off is set in the namespace instead."""
+        out: list[str] = []
         for word in words:
             name, _, value = word.partition("=")
             action = self._option_string_actions.get(name)
@@ -263,15 +264,17 @@ class Parser(argparse.ArgumentParser):
             if action is not None and value == "--":  # Python 3.11 makes it a list
                 self.error(f"{name}: -- is not a value")
             if action is None or value.lower() not in ("true", "false"):
-                yield word
+                out.append(word)
             elif "on" in (action.choices or ()):
-                yield f"{name}=on" if is_true else f"{name}=off"
+                out.append(f"{name}=on" if is_true else f"{name}=off")
             elif not is_switch(action):
-                yield word
+                out.append(word)
             elif is_true:
-                yield name
+                out.append(name)
             else:
                 setattr(namespace, action.dest, False)
+                out = [other for other in out if other != name]  # the last one counts
+        return out
 
     def unknown_flags(self, words: Sequence[str]) -> Iterator[str]:
         """Yield the names of flags that neither this parser nor those of the other words have."""
@@ -613,7 +616,7 @@ MIB = 1 << 20
 # The most bytes that are read whole, by kind. Parsed, JSON and CSV may take 30 times as much
 # memory. What has no limit here is read in pieces, or mapped.
 LIMITS = {
-    "record": 32 * MIB,  # a value of JSON, or a row of CSV
+    "record": 32 * MIB,  # a value of JSON, or a line or a cell of CSV
     "prompt": 32 * MIB,
     "metadata.json": 32 * MIB,
     "JSON file": 4 * MIB,  # in an export

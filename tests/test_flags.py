@@ -88,7 +88,7 @@ def test_an_alternative_drops_those_of_less_precedence(tmp_path):
     command = parsed("--target_flops", 1, TARGET_TOKENS="5", LR="1", SEQ_LEN="7")
     assert command.given == {"target_flops", "lr", "seq_len"}
     file.write_text('data_dir = "d"\nkeep_best = true')
-    flags = parsed("--config", file, "--mock_data=False", "--keep_best=False").flags
+    flags = parsed("--config", file, "--mock_data=False", "--keep_best", "--keep_best=False").flags
     assert (flags.data_dir, flags.keep_best) == ("d", False)  # a switch that is off drops nothing
     with pytest.raises(UsageError, match="--target_flops: --target_tokens already sets"):
         parsed("--target_flops", 1, "--target_tokens", 5)
