@@ -146,12 +146,6 @@ def test_csv_with_bad_quotes_is_refused_with_the_line(monkeypatch, capsys, rows,
     assert f"a.csv: {message}" in error_line(capsys, "prepare a.csv --out o")
 
 
-def test_a_line_of_json_may_be_as_long_as_the_limit(monkeypatch):
-    monkeypatch.setitem(common.LIMITS, "record", 10)
-    assert inputs.text_of(b'"12345678"', "") == b"12345678"
-    assert inputs.text_of(b'"123456789"', "") == inputs.Fault("longer than 10 bytes")
-
-
 BYTES = [b'{"text": "in"}', b'"q"', b"[1]", b" \n", b"", b"\xef\xbb\xbfa", b"plain", b"\xff"]
 
 

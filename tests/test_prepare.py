@@ -366,7 +366,8 @@ def test_unreadable_files_are_skipped_in_a_directory_but_not_if_named_or_with_st
     prepare("in --val_fraction 0 --out o")
     assert documents("o", "train") == [b"text"]
     assert sum(metadata("o")["skipped"].values()) == len(UNREADABLE)
-    assert "(first: in/dead.txt)" in capsys.readouterr().err
+    err = capsys.readouterr().err
+    assert "(first: in/dead.txt)" in err and "no validation split" in err
     for path, reason in UNREADABLE.items():
         line = error_line(capsys, "prepare in --strict --out none")
         assert f"error: {path}: " in line and reason in line
