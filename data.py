@@ -23,6 +23,7 @@ import math
 import os
 import random
 import re
+import resource
 import sys
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
@@ -290,9 +291,7 @@ def open_source(directory: str, weight: float) -> Source:
 def raise_file_limit():
     """Let the process open up to 65,536 files, where it may: a mapped shard keeps its
     descriptor."""
-    with suppress(ImportError, ValueError, OSError):  # Windows has no such limit
-        import resource
-
+    with suppress(ValueError, OSError):
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         # macOS has no hard limit, but may refuse more
         limit = 10_240 if hard == resource.RLIM_INFINITY else min(1 << 16, hard)
