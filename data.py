@@ -23,6 +23,7 @@ import math
 import os
 import random
 import re
+import resource
 import sys
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
@@ -47,7 +48,6 @@ from spider.common import (
     ProgressBar,
     integer,
     note,
-    one_line,
     path_name,
     printable,
     quoted,
@@ -59,6 +59,7 @@ from spider.common import (
 from spider.noise import splitmix, step_seed
 from spider.prepare import Documents, prepare
 from spider.shard_files import ID_BYTES, METADATA, ShardEntry, files_below, read_metadata
+from spider.vocabulary import IGNORED
 from tokenizer import BOS_ID, EOS_ID, PAD_ID, VOCAB_SIZE
 
 # torch is imported where it is used: it takes seconds, and neither `prepare` nor a mistyped flag
@@ -68,8 +69,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 MOST_HELD_OUT = 10_000_000  # ids, where there is no validation shard
-VALIDATION_NAME = re.compile(r"val(id(ation)?)?([^a-z]|$)", re.IGNORECASE)  # of a file or folder
-IGNORED = -100  # a label that does not count, as in torch's cross_entropy
+VALIDATION_NAME = re.compile(r"val(id(ation)?)?([^a-z]|$)", re.IGNORECASE)  # files and folders
 
 # --------------------------------------------------------------------------------------------------
 # Shards
@@ -158,18 +158,9 @@ class Stream:
         return torch.from_numpy(input_ids), torch.from_numpy(labels)
 
 
-class ShardFile(NamedTuple):
-    path: str
-    split: str  # train or val
-    entry: ShardEntry | None  # of metadata.json; None if it does not list the shard
-
-
-def find_shards(directory: str) -> list[ShardFile]:
-    """List the .bin files below a directory, sorted by relative path.
-
-    A shard without an entry in a metadata.json is for validation if a file or folder in its
-    relative path has a name like val, val_00, valid or validation-1.
-    """
+def find_shards(directory: str) -> dict[str, ShardEntry | None]:
+    """List the paths of the .bin files below a directory, sorted, each with its entry in a
+    metadata.json; None if there is no entry."""
     if os.path.isfile(directory):
         raise DataError(
             f"{directory}: a file: name the directory of a shard; from a text make shards by "
@@ -178,36 +169,24 @@ def find_shards(directory: str) -> list[ShardFile]:
     remedy = f"make shards by `python data.py prepare INPUT --out {quoted(directory)}`"
     if not os.path.isdir(directory):
         raise DataError(f"{directory}: no such directory; {remedy}")
-    names = sorted(os.path.relpath(path, directory) for path in files_below(directory))
-    entries = find_entries(directory, {os.path.dirname(name) for name in names})
-    missing = sorted(entries.keys() - set(names))
-    if missing:
-        path = os.path.join(directory, missing[0])
+    paths = files_below(os.path.normpath(directory))
+    entries = {}
+    for folder in sorted({os.path.dirname(path) for path in paths}):
+        metadata = os.path.join(folder, METADATA)
+        if os.path.lexists(metadata):
+            for entry in read_metadata(metadata):
+                entries[os.path.join(folder, entry.name)] = entry
+    for path in sorted(entries.keys() - set(paths)):
         raise DataError(f"{path}: missing, though metadata.json lists it")
-    shards = []
-    for name in names:
-        if name.endswith(".bin"):
-            entry = entries.get(name)
-            split = split_by_name(name) if entry is None else entry.split
-            shards.append(ShardFile(os.path.join(directory, name), split, entry))
+    shards = {path: entries.get(path) for path in paths if path.endswith(".bin")}
     if not shards:
         raise DataError(f"{directory}: no .bin file in it; {remedy}")
     return shards
 
 
-def find_entries(directory: str, folders: Iterable[str]) -> dict[str, ShardEntry]:
-    """Read each metadata.json in folders of a directory. Return the entries by the shards' paths
-    relative to the directory."""
-    entries = {}
-    for folder in sorted(folders):
-        path = os.path.join(directory, folder, METADATA)
-        if os.path.lexists(path):
-            for entry in read_metadata(path):
-                entries[os.path.join(folder, entry.name)] = entry
-    return entries
-
-
 def split_by_name(name: str) -> str:
+    """Return val if a file or folder in a relative path has a name like val, val_00, valid or
+    validation-1; else train."""
     is_validation = any(VALIDATION_NAME.match(part) for part in Path(name).parts)
     return "val" if is_validation else "train"
 
@@ -295,8 +274,9 @@ def open_source(directory: str, weight: float) -> Source:
     ids."""
     raise_file_limit()
     shards: dict[str, list[Shard]] = {"train": [], "val": []}
-    for file in find_shards(directory):
-        shards[file.split].append(map_shard(file.path, file.entry))
+    for path, entry in find_shards(directory).items():
+        split = split_by_name(os.path.relpath(path, directory)) if entry is None else entry.split
+        shards[split].append(map_shard(path, entry))
     train = Stream(shards["train"])
     val = Stream(shards["val"])
     if not len(train):
@@ -311,9 +291,7 @@ def open_source(directory: str, weight: float) -> Source:
 def raise_file_limit():
     """Let the process open up to 65,536 files, where it may: a mapped shard keeps its
     descriptor."""
-    with suppress(ImportError, ValueError, OSError):  # Windows has no such limit
-        import resource
-
+    with suppress(ValueError, OSError):
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         # macOS has no hard limit, but may refuse more
         limit = 10_240 if hard == resource.RLIM_INFINITY else min(1 << 16, hard)
@@ -325,7 +303,11 @@ def mock_source(seed: int) -> Source:
     """Generate about 1 MB of sentences that a model learns within a few steps, and 70 kB for
     validation, in memory."""
     rng = random.Random(seed)
-    words = [mock_word(rng) for _ in range(20)]
+    words = []
+    for _ in range(20):
+        n_syllables = rng.choice((1, 2, 2, 3))
+        syllables = [rng.choice("bdfgklmnprst") + rng.choice("aeiou") for _ in range(n_syllables)]
+        words.append("".join(syllables))
     # The first words and sentences are the most frequent ones.
     word_weights = [1 / rank for rank in range(1, 21)]
     sentence_weights = [1 / rank for rank in range(1, 41)]
@@ -344,12 +326,6 @@ def mock_source(seed: int) -> Source:
     train = mock_stream(5000)
     val = mock_stream(350)
     return Source("mock", 1.0, train, val)
-
-
-def mock_word(rng: random.Random) -> str:
-    n_syllables = rng.choice((1, 2, 2, 3))
-    syllables = [rng.choice("bdfgklmnprst") + rng.choice("aeiou") for _ in range(n_syllables)]
-    return "".join(syllables)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -440,17 +416,9 @@ class Windows(NamedTuple):
     """Result of step 2 of the order; [n]."""
 
     source: np.ndarray  # number of the source, int64
-    epoch: np.ndarray  # of this source, int64
+    epoch: np.ndarray  # number of the epoch of this source, int64
     epoch_key: np.ndarray  # random number of this source and epoch, uint64
     window: np.ndarray  # number of the window, in the order of the text, int64
-
-
-class Location(NamedTuple):
-    """Where the text of a sequence is."""
-
-    source: int  # its number
-    epoch: int  # of this source
-    offset: str  # file and byte offset of its first id
 
 
 class StepLayout(NamedTuple):
@@ -503,7 +471,8 @@ class Loader:
         self.targets = np.array([len(stream) - 1 for stream in streams])
         self.windows = -(-self.targets // seq_len)
         self.counts = np.array(shares([source.weight for source in sources], block))
-        self.share = self.counts / block  # of the sequences, exactly
+        self.share = self.counts / block  # the exact fraction of the sequences
+        self.deal = partial(deal, seed, tuple(self.counts.tolist()))
         # With seed and seq_len, these decide which sequences a step reads; by key of a checkpoint.
         self.mixture = dict(targets=self.targets.tolist(), shares=self.share.tolist())
         for source, targets, count in zip(sources, self.targets, self.counts, strict=True):
@@ -533,18 +502,19 @@ class Loader:
         start, stop = self._cut_spans(self._pick_windows(*self._pick_sources(g)))
         return self.stream.rows(start, stop, self.seq_len)
 
-    def locate(self, g: int) -> Location:
-        """Return where the text of sequence g is."""
+    def locate(self, g: int) -> tuple[int, int, str]:
+        """Return where the text of sequence g is: the number of its source, the source's epoch, and
+        file and byte offset of the first id."""
         windows = self._pick_windows(*self._pick_sources(np.array([g])))
         start, _ = self._cut_spans(windows)
         offset = self.stream.where(int(start[0]))
-        return Location(int(windows.source[0]), int(windows.epoch[0]), offset)
+        return int(windows.source[0]), int(windows.epoch[0]), offset
 
     def epochs(self, g: int) -> np.ndarray:
         """Count the passes over each source that are complete before sequence g; int64
         [sources]."""
         block, slot = divmod(g, self.block)
-        sources, _ = self._deal(block)
+        sources, _ = self.deal(block)
         in_this_block = np.bincount(sources[:slot], minlength=len(self.counts))
         return (block * self.counts + in_this_block) // self.windows
 
@@ -552,9 +522,6 @@ class Loader:
         """Return the epoch of sequence g, from 0. For a mixture it is the mean of `epochs` by
         weight, rounded down."""
         return int(self.counts @ self.epochs(g)) // self.block
-
-    def _deal(self, block: int) -> tuple[np.ndarray, np.ndarray]:
-        return deal(self.seed, tuple(self.counts.tolist()), block)
 
     def _pick_sources(self, g: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Step 1: return the source of sequences g [n], and the number of that source's sequences
@@ -564,7 +531,7 @@ class Loader:
         position = np.empty_like(g)
         for number in np.unique(block).tolist():
             in_block = block == number
-            sources, positions = self._deal(number)
+            sources, positions = self.deal(number)
             slots = slot[in_block]
             source[in_block] = sources[slots]
             position[in_block] = number * self.counts[sources[slots]] + positions[slots]
@@ -642,7 +609,7 @@ class Batch:
 
     ids: Tensor  # [B, T] int64
     labels: Tensor  # [B, T] int64, -100 is ignored
-    noise_seed: int  # of the first row's segments and dropout; the one of row i is i higher
+    noise_seed: int  # for the first row's segments and dropout; the one of row i is i higher
     cu_seqlens: Tensor  # int32 [documents + 1]
     longest: int  # upper bound of a document's length
     targets: int  # labels other than -100
@@ -713,52 +680,51 @@ class Feed:
     def _start_fetching(self, step: int, first: int):
         self.step = step
         self.first = first
-        self.fetched = self.thread.submit(self._fetch, step, first)
+        self.fetched = self.thread.submit(self._fetch)
 
-    def _fetch(self, step: int, first: int) -> list[Batch]:
-        batches = self.loader.batches(step, first, self.layout, self.rank)
+    def _fetch(self) -> list[Batch]:
+        batches = self.loader.batches(self.step, self.first, self.layout, self.rank)
         return [batch.to(self.device) for batch in batches]
 
 
 # --------------------------------------------------------------------------------------------------
 # verify and show
 
-IDS_AT_A_TIME = 1 << 20  # of a shard that is verified
+IDS_AT_A_TIME = 1 << 20  # how many ids of a shard are verified at once
 
 
 def verify(directory: str):
     """Check the shards of a directory. Print each that is damaged, and raise DataError if there is
     one."""
     shards = find_shards(directory)
-    progress = ProgressBar("verify", sum(os.path.getsize(shard.path) for shard in shards))
+    progress = ProgressBar("verify", sum(os.path.getsize(path) for path in shards))
     damaged = 0
-    for shard in shards:
+    for path, entry in shards.items():
         try:
-            verify_shard(shard, progress)
+            verify_shard(path, entry, progress)
         except DataError as error:
             note(str(error))
             damaged += 1
     if damaged:
         raise DataError(f"{directory}: {damaged:,} of {len(shards):,} shards are damaged")
     say(f"{directory}: {len(shards):,} shards are valid")
-    unlisted = sum(shard.entry is None for shard in shards)
+    unlisted = list(shards.values()).count(None)
     if unlisted:
         say(f"{unlisted:,} of them are not in a metadata.json: only their format was checked")
 
 
-def verify_shard(shard: ShardFile, progress: ProgressBar):
+def verify_shard(path: str, entry: ShardEntry | None, progress: ProgressBar):
     """Check size, ids and checksum of a shard. Raise DataError if it is damaged."""
-    stream = Stream([map_shard(shard.path, shard.entry)])
+    stream = Stream([map_shard(path, entry)])
     digest = hashlib.sha256()
     for start in range(0, len(stream), IDS_AT_A_TIME):
         stop = min(start + IDS_AT_A_TIME, len(stream))
         stream.check(start, stop)
         digest.update(stream.read(start, stop).data)
         progress.add(ID_BYTES * (stop - start))
-    if shard.entry is not None and digest.hexdigest() != shard.entry.sha256:
+    if entry is not None and digest.hexdigest() != entry.sha256:
         raise DataError(
-            f"{shard.path}: altered: its SHA-256 does not match metadata.json; copy or prepare it "
-            "again"
+            f"{path}: altered: its SHA-256 does not match metadata.json; copy or prepare it again"
         )
 
 
@@ -767,11 +733,10 @@ def show(sources: Sequence[Source], seq_len: int, seed: int, first: int, count: 
     first id; the next one has the text."""
     loader = Loader(sources, seq_len, seed)
     for g in range(first, first + count):
-        location = loader.locate(g)
-        name = sources[location.source].name
-        print(one_line(f"{g}: epoch {location.epoch}, {name}, {location.offset}"))
         (input_ids,), (labels,) = loader.rows(np.array([g]))
         ids = [int(input_ids[0]), *labels.masked_fill(labels == IGNORED, PAD_ID).tolist()]
+        number, epoch, offset = loader.locate(g)
+        say(f"{g}: epoch {epoch}, {sources[number].name}, {offset}")
         print("    " + printable(ids))
 
 

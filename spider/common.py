@@ -87,18 +87,11 @@ def printable(ids: Iterable[int]) -> str:
     parts = []
     for is_byte, group in groupby(ids, lambda i: i < 256):
         if is_byte:
-            text = bytes(group).decode("utf-8", "surrogateescape")
-            parts += [printable_character(character) for character in text]
+            raw = bytes(group).replace(b"\\", rb"\\")
+            parts.append(one_line(raw.decode("utf-8", "backslashreplace")))
         else:
             parts += [f"\\<{names.get(i, i)}>" for i in group]
     return "".join(parts)
-
-
-def printable_character(character: str) -> str:
-    """Escape a character, or the lone surrogate of a byte, as Python writes bytes."""
-    if character.isprintable() and character != "\\":
-        return character
-    return repr(character.encode("utf-8", "surrogateescape"))[2:-1]
 
 
 def say(line: str):
@@ -166,8 +159,8 @@ class HelpFormatter(argparse.RawDescriptionHelpFormatter):
         return f"{action.help} (default: {default})"
 
 
-# By script: our flag, or what to give instead, and its names in nanoGPT, nanochat and the libraries
-# of Hugging Face
+# By script: our flag, or what to give instead, and its names in nanoGPT, nanochat and libraries of
+# Hugging Face
 OTHER_NAMES = {
     "train.py": {
         "--micro_batch": "batch_size bs device_batch_size per_device_train_batch_size",
@@ -250,37 +243,38 @@ class Parser(argparse.ArgumentParser):
     def parse_known_args(self, args=None, namespace=None):
         """Parse the flags; return the namespace and the words that no flag takes. An unknown flag
         is an error, before one that is missing."""
-        self.add_truth_values()
         words = words_of(args)
-        for word in words:
-            if word.startswith("--") and word.endswith("=--"):  # Python 3.11 makes it a list
-                self.error(f"{word[:-3]}: -- is not a value")
         unknown = [self.describe_flag(name) for name in self.unknown_flags(words)]
         if unknown:
             self.error("; ".join(unknown))
-        return super().parse_known_args(words, namespace)
+        if namespace is None:
+            namespace = argparse.Namespace()
+        return super().parse_known_args(self.without_truth_values(words, namespace), namespace)
 
-    def add_truth_values(self):
-        """Let switches, and flags that are on or off, take True and False as TOML and sweeps do."""
-        for action in list(self._actions):
-            values: tuple[object, object] = (True, False)
-            if {"on", "off"} <= {*(action.choices or ())}:
-                values = ("on", "off")
-            elif not isinstance(action, argparse._StoreTrueAction):
-                continue
-            groups = [g for g in self._mutually_exclusive_groups if action in g._group_actions]
-            for text, value in zip(("true", "false"), values, strict=True):
-                name = f"{action.option_strings[0]}={text}"
-                if name not in self._option_string_actions:
-                    [self, *groups][-1].add_argument(
-                        name,
-                        name.replace(text, text.capitalize()),
-                        dest=action.dest,
-                        action="store_const",
-                        const=value,
-                        default=argparse.SUPPRESS,
-                        help=argparse.SUPPRESS,
-                    )
+    def without_truth_values(
+        self, words: Sequence[str], namespace: argparse.Namespace
+    ) -> list[str]:
+        """Return the words as argparse takes them. TOML and sweeps have --NAME=True and
+        --NAME=False: a switch that is off is set in the namespace instead."""
+        out: list[str] = []
+        for word in words:
+            name, _, value = word.partition("=")
+            action = self._option_string_actions.get(name)
+            is_true = value.lower() == "true"
+            if action is not None and value == "--":  # Python 3.11 makes it a list
+                self.error(f"{name}: -- is not a value")
+            if action is None or value.lower() not in ("true", "false"):
+                out.append(word)
+            elif "on" in (action.choices or ()):
+                out.append(f"{name}=on" if is_true else f"{name}=off")
+            elif not is_switch(action):
+                out.append(word)
+            elif is_true:
+                out.append(name)
+            else:
+                setattr(namespace, action.dest, False)
+                out = [other for other in out if other != name]  # the last one counts
+        return out
 
     def unknown_flags(self, words: Sequence[str]) -> Iterator[str]:
         """Yield the names of flags that neither this parser nor those of the other words have."""
@@ -301,12 +295,10 @@ class Parser(argparse.ArgumentParser):
         """Return what to use, by name without dashes."""
         meanings: dict[str, str] = {}
         for parser in self.parsers:
-            script = parser.prog.partition(" ")[0]  # of a subcommand, too
+            script = parser.prog.partition(" ")[0]  # the first word, also of a subcommand's name
             for remedy, names in OTHER_NAMES.get(script, {}).items():
                 meanings |= dict.fromkeys(names.split(), remedy)
-        for parser in self.parsers:
-            flags = [flag for flag in parser._option_string_actions if "=" not in flag]
-            meanings |= {without_dashes(flag): flag for flag in flags}
+            meanings |= {without_dashes(flag): flag for flag in parser._option_string_actions}
         return meanings
 
     def describe_flag(self, name: str) -> str:
@@ -318,7 +310,7 @@ class Parser(argparse.ArgumentParser):
         positive = plain.removeprefix("no_")
         if plain in meanings:
             return f"unknown flag {name}: use {meanings[plain]}"
-        if f"--{positive}=false" in self._option_string_actions:
+        if is_switch(self._option_string_actions.get(f"--{positive}")):
             return f"unknown flag {name}: use --{positive}=False"
         for nearest in difflib.get_close_matches(plain, meanings, 1, cutoff=0.75):
             return f"unknown flag {name}: the nearest is {meanings[nearest]}"
@@ -367,39 +359,35 @@ def words_of(argv: Sequence[object] | None) -> list[str]:
     return [str(word) for word in argv]
 
 
+def is_switch(action: argparse.Action | None) -> bool:
+    return isinstance(action, argparse._StoreTrueAction)
+
+
 def without_dashes(flag: str) -> str:
     return flag.lstrip("-").replace("-", "_").lower()
 
 
 @dataclass(frozen=True)
 class FlagSpec:
-    """What a flag is besides its name, type and default."""
+    """Describe a flag, besides its name, type and default."""
 
     help: str
-    heading: str  # of --help, from this flag on; "": that of the flag before
-    environment: bool  # a variable of the same name, in capitals, sets it
-    recorded: bool  # checkpoints have its value
-    reads: bool  # it decides which sequences a step reads
-    evaluates: bool  # it decides which bytes an evaluation reads
-    alias: tuple[str, object, str] | None  # another flag that sets a value: name, value, help
-    options: Mapping[str, Any]  # of argparse: type, choices, metavar, nargs, const
+    options: Mapping[str, Any]  # for argparse: type, choices, metavar, nargs, const
+    heading: str = ""  # in --help, above this flag and those after it
+    environment: bool = False  # a variable of the same name, in capitals, sets it
+    recorded: bool = False  # checkpoints have its value
+    reads: bool = False  # it decides which sequences a step reads
+    evaluates: bool = False  # it decides which bytes an evaluation reads
+    # another flag that sets a value of this one: its name, the value, its help
+    alias: tuple[str, object, str] | None = None
 
 
-def flag(
-    default: object,
-    help: str,
-    *,
-    heading: str = "",
-    environment: bool = False,
-    recorded: bool = False,
-    reads: bool = False,
-    evaluates: bool = False,
-    alias: tuple[str, object, str] | None = None,
-    **options: Any,
-) -> Any:
-    """Declare a flag as a field of a frozen dataclass; see FlagSpec."""
-    spec = FlagSpec(help, heading, environment, recorded, reads, evaluates, alias, options)
-    return field(default=default, metadata={"flag": spec})
+def flag(default: object, help: str, **settings: Any) -> Any:
+    """Declare a flag as a field of a frozen dataclass. settings: fields of FlagSpec, and options of
+    argparse."""
+    names = FlagSpec.__dataclass_fields__.keys() & settings.keys()
+    own = {name: settings.pop(name) for name in names}
+    return field(default=default, metadata={"flag": FlagSpec(help, settings, **own)})
 
 
 def flag_specs(table: type) -> dict[str, FlagSpec]:
@@ -443,10 +431,6 @@ def read_toml(parser: Parser, path: str) -> dict[str, Any]:
         raise UsageError(f"--config: {path}: {fault.strerror}") from None
     except (ValueError, RecursionError) as fault:
         raise UsageError(f"--config: {path}: a config file is TOML: {fault}") from None
-    # By first name: not --help, whose first name is -h
-    actions = {
-        action.option_strings[0]: action for action in parser._actions if action.dest != "config"
-    }
     values: dict[str, Any] = {}
     assigned = set()  # names of flags; an alias counts as the flag that it sets
     entries = list(content.items())
@@ -454,8 +438,8 @@ def read_toml(parser: Parser, path: str) -> dict[str, Any]:
         if isinstance(value, dict):
             entries += value.items()
             continue
-        action = actions.get(f"--{name}")
-        if action is None:
+        action = parser._option_string_actions.get(f"--{name}")
+        if action is None or action.dest in ("config", "help"):
             raise UsageError(f"--config: {path}: {parser.describe_flag(name)}")
         if action.dest in assigned:
             raise UsageError(f"--config: {path}: {name} is set twice")
@@ -578,12 +562,13 @@ def open_closed_streams():
     """Open standard streams that the caller closed, as by `>&-`, on /dev/null.
 
     Else a file that is opened later takes the place of one, and messages are written into it."""
-    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
-        pass
+    descriptor = 0
+    while descriptor <= 2:
+        descriptor = os.open(os.devnull, os.O_RDWR)
     os.close(descriptor)
-    for name in ("stdout", "stderr"):  # sys.stdin stays None, which its readers report
-        if getattr(sys, name) is None:
-            setattr(sys, name, open(os.devnull, "w"))
+    sys.stdin = sys.stdin or open(os.devnull)
+    sys.stdout = sys.stdout or open(os.devnull, "w")
+    sys.stderr = sys.stderr or open(os.devnull, "w")
 
 
 def exit_on_error(check: Callable[[], None], prog: str):
@@ -644,13 +629,13 @@ MIB = 1 << 20
 # The most bytes that are read whole, by kind. Parsed, JSON and CSV may take 30 times as much
 # memory. What has no limit here is read in pieces, or mapped.
 LIMITS = {
-    "record": 32 * MIB,  # of JSON, or a row of CSV
+    "record": 32 * MIB,  # a value of JSON, or a line or a cell of CSV
     "prompt": 32 * MIB,
     "metadata.json": 32 * MIB,
-    "JSON file": 4 * MIB,  # of an export
+    "JSON file": 4 * MIB,  # in an export
     "config file": MIB >> 6,  # a name of thousands of dotted parts takes quadratic time and memory
-    "line": MIB,  # of metrics.jsonl
-    "data.pkl": 16 * MIB,  # of a checkpoint: all but its tensors
+    "line": MIB,  # in metrics.jsonl
+    "data.pkl": 16 * MIB,  # in a checkpoint: all but its tensors
 }
 
 
@@ -729,18 +714,15 @@ def durable(path: Path, mode: str = "w") -> Iterator[IO]:
     if path.exists() and (not path.is_file() or path.parent == Path("/dev")):
         raise FileExistsError(errno.EEXIST, "not a regular file: use another name", str(path))
     delete_unfinished(path.parent, glob.escape(path.name))
-    while True:
-        temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
-        try:
-            file = open(temporary, mode.replace("w", "x"))
-        except OSError as fault:
-            fault.filename = str(path)  # the name that the user knows
-            raise
-        hold(file.fileno(), waits=True)
-        if temporary.exists():
-            break
-        file.close()  # before it was held, another process took it for one that was left
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+    try:
+        file = open(temporary, mode.replace("w", "x"))
+    except OSError as fault:
+        fault.filename = str(path)  # the name that the user knows
+        raise
     with file:
+        with suppress(OSError):  # a file system may have no locks
+            hold(file.fileno())
         try:
             yield file
             file.flush()
@@ -752,17 +734,12 @@ def durable(path: Path, mode: str = "w") -> Iterator[IO]:
     sync(path.parent)
 
 
-def hold(descriptor: int, waits: bool) -> bool:
-    """Lock an open file until its process ends or closes it; return whether that was possible.
-
-    waits: until another process has released it."""
+def hold(descriptor: int):
+    """Lock an open file until its process ends or closes it. Raise BlockingIOError if another one
+    holds it, or OSError if the file system has no locks."""
     import fcntl  # not at the top: exports have this module, and Windows lacks it
 
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX if waits else fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:  # another process holds it, or the file system has no locks
-        return False
-    return True
+    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def delete_unfinished(directory: Path, pattern: str):
@@ -770,14 +747,12 @@ def delete_unfinished(directory: Path, pattern: str):
     process that lives holds its own."""
     digits = "[0-9a-f]" * 8
     for unfinished in directory.glob(f".{pattern}.{digits}.tmp"):
+        flags = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK
         try:
-            descriptor = os.open(unfinished, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)
-            try:
-                if hold(descriptor, waits=False):
-                    unfinished.unlink()
-            finally:
-                os.close(descriptor)
-        except FileNotFoundError:  # another process was faster
+            with os.fdopen(os.open(unfinished, flags), "rb") as file:
+                hold(file.fileno())
+                unfinished.unlink()
+        except (BlockingIOError, FileNotFoundError):  # it is held, or another process was faster
             pass
         except OSError as fault:  # such as another owner's; it only takes space
             note(f"{unfinished}, which a killed process left, cannot be deleted: {fault.strerror}")

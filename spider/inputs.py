@@ -31,7 +31,7 @@ from typing import IO, NamedTuple
 from spider.common import LIMITS, MIB, DataError, SpiderError, bounded_lines
 
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}  # file extension -> fsspec's name
-BYTE_ORDER_MARK = b"\xef\xbb\xbf"  # of UTF-8
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"  # in UTF-8
 GIT_LFS = b"version https://git-lfs.github.com/spec/"
 UTF_16 = "UTF-16: convert it by `iconv -f UTF-16 -t UTF-8`"
 # How files begin that are not the text that is meant, and what to do about them
@@ -65,7 +65,7 @@ class Fault(NamedTuple):
     """Why a record is skipped."""
 
     kind: str  # faults are counted by it, so that it has nothing of the record
-    detail: str = ""  # of this record
+    detail: str = ""  # what this record has
 
 
 @contextmanager
@@ -105,8 +105,6 @@ def open_input(path: str, scratch: Path) -> IO[bytes]:
     Raise DataError for a compressed file that is damaged or cut off.
     """
     if path == "-":
-        if sys.stdin is None:
-            raise DataError("-: standard input is closed")
         return copy_of(sys.stdin.buffer, path, scratch)
     file = open(path, "rb", MIB)
     stream: IO[bytes] = file
@@ -242,12 +240,10 @@ def table_rows(path: str, file: IO[bytes], field: str) -> Iterator[dict[str, obj
 
 
 def check_column(field: str, names: Collection[str]):
-    """Raise ValueError if a table has no column `field`, or several. In a CSV file without a
-    header, the first row is taken for one."""
+    """Raise ValueError if a table has no column `field`. In a CSV file without a header, the first
+    row is taken for one."""
     if field not in names:
         raise ValueError("".join(without_field(field, names)))
-    if list(names).count(field) > 1:
-        raise ValueError(f"several columns have the name {field!r}")
 
 
 def parquet_cells(file: IO[bytes], field: str) -> Iterator[object]:
@@ -286,25 +282,20 @@ def csv_cells(file: IO[bytes], field: str) -> Iterator[object]:
     the header."""
     text = io.TextIOWrapper(file, "utf-8", "surrogateescape", newline="")
     limit = LIMITS["record"]
-    size = 0  # of the row that is read, which may have several lines
 
     def lines() -> Iterator[str]:
-        nonlocal size
         while line := text.readline(limit + 1):
-            size += len(line)
-            if size > limit:  # it would fill the memory
-                raise ValueError(f"line {rows.line_num + 1:,}: a row longer than {limit:,} bytes")
+            if len(line) > limit:  # it would fill the memory
+                raise ValueError(f"line {rows.line_num + 1:,}: longer than {limit:,} bytes")
             yield line
 
-    csv.field_size_limit(limit)
+    csv.field_size_limit(limit)  # a field may have several lines
     rows = csv.reader(lines(), strict=True)
     try:
         names = next(rows, [])
-        size = 0
         check_column(field, names)
         column = names.index(field)
         for row in rows:
-            size = 0
             if row:
                 is_whole = len(row) == len(names)
                 yield row[column] if is_whole else Fault("with more or fewer fields than line 1")

@@ -50,7 +50,7 @@ from spider.inputs import (
     text_of,
     uncompressed_name,
 )
-from spider.shard_files import METADATA, SPLITS, ShardEntry, files_below, read_metadata
+from spider.shard_files import METADATA, SPLITS, ShardEntry, files_below
 from spider.vocabulary import BOS_ID, EOS_ID, VOCAB_SIZE
 
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")  # owner/name of a data set
@@ -88,16 +88,15 @@ class Documents:
     """Read the documents of inputs. Bad records and files are skipped and counted by kind; with
     `strict` the first one raises DataError."""
 
-    field: str  # of a JSON object, or column of a table: has the text
+    field: str  # the name of the JSON field or the column that has the text
     val_fraction: float
-    endings: tuple[str, ...] = ()  # if any: read files with these alone, each as one document
+    endings: tuple[str, ...] = ()  # if any: read files with these alone, a document each
     hub_config: str | None = None  # configuration of a data set of the hub
     hub_split: str = "train"  # split of a data set of the hub
     strict: bool = False
     binary: bool = False  # read any bytes as text
     skipped: Counter[str] = dataclasses.field(default_factory=Counter)  # by kind
-    # of each kind, the first one and its place
-    first_skipped: dict[str, str] = dataclasses.field(default_factory=dict)
+    first_skipped: dict[str, str] = dataclasses.field(default_factory=dict)  # with the place
 
     def find(self, argument: str) -> list[Input]:
         """List the inputs that an argument of the command line names."""
@@ -127,7 +126,10 @@ class Documents:
             self.skip(f"unreadable: {error.strerror}", error.filename)
         inputs = []
         for path in paths:
-            kind = self._kind_of(path)
+            name = uncompressed_name(path)
+            kind = KINDS.get(Path(name).suffix)
+            if self.endings:
+                kind = "document" if name.endswith(self.endings) else None
             if kind is not None:
                 inputs.append(Input(str(path), kind, is_named))
         if not inputs and not unreadable:
@@ -139,13 +141,6 @@ class Documents:
                 "names those to read as documents"
             )
         return inputs
-
-    def _kind_of(self, path: str | Path) -> str | None:
-        """Return how a file is read, by its name; None if it is not."""
-        name = uncompressed_name(path)
-        if self.endings:
-            return "document" if name.endswith(self.endings) else None
-        return KINDS.get(Path(name).suffix)
 
     def read(self, source: Input, scratch: Path) -> Iterator[Document]:
         """Yield the documents of an input. `scratch`: directory for temporary copies, see
@@ -243,30 +238,21 @@ def guess_kind(head: bytes) -> str:
 # Documents become shards
 
 
-class UnfinishedShard:
-    """A shard that is being written under a temporary name."""
-
-    def __init__(self, out: Path, name: str):
-        self.name = name
-        self.path = temporary_path(out, name)
-        self.file = open(self.path, "xb", MIB)  # x: a link of this name is not followed
-        self.digest = hashlib.sha256()
-        self.n_ids = 0
-
-
 class ShardWriter:
     """Write the shards of a split, each of `shard_ids` ids but the last. They keep temporary names
     until all are complete."""
 
     BOS = np.array([BOS_ID], "<u2")
     EOS = np.array([EOS_ID], "<u2")
+    file: IO[bytes]  # the unfinished shard
 
     def __init__(self, out: Path, split: str, shard_ids: int):
         self.out = out
         self.split = split
         self.shard_ids = shard_ids
-        self.entries: list[ShardEntry] = []  # of the finished shards
-        self.unfinished: UnfinishedShard | None = None
+        self.entries: list[ShardEntry] = []  # finished shards
+        self.digest = hashlib.sha256()
+        self.n_ids = 0  # in the unfinished shard, like the digest
         self.new_documents = 0  # that began after the last finished shard
 
     def write(self, text: Iterable[bytes], progress: ProgressBar):
@@ -281,36 +267,33 @@ class ShardWriter:
     def _append(self, ids: np.ndarray):
         """Append ids to the unfinished shard, and to further ones where it is full."""
         while len(ids):
-            if self.unfinished is None:
-                name = f"{self.split}-{len(self.entries):05d}.bin"  # see WRITTEN
-                self.unfinished = UnfinishedShard(self.out, name)
-            shard = self.unfinished
-            room = self.shard_ids - shard.n_ids
+            if self.n_ids == 0:
+                path = temporary_path(self.out, self._name())
+                self.file = open(path, "xb", MIB)  # x: a link of this name is not followed
+                self.digest = hashlib.sha256()
+            room = self.shard_ids - self.n_ids
             part = ids[:room]
             ids = ids[room:]
-            shard.file.write(part.data)
-            shard.digest.update(part.data)
-            shard.n_ids += len(part)
-            if shard.n_ids == self.shard_ids:
+            self.file.write(part.data)
+            self.digest.update(part.data)
+            self.n_ids += len(part)
+            if self.n_ids == self.shard_ids:
                 self.finish_shard()
+
+    def _name(self) -> str:
+        return f"{self.split}-{len(self.entries):05d}.bin"  # see WRITTEN
 
     def finish_shard(self):
         """Complete the unfinished shard, if there is one, and flush it to disk."""
-        shard = self.unfinished
-        if shard is None:
+        if self.n_ids == 0:
             return
-        shard.file.close()
-        sync(shard.path)
-        self.entries.append(
-            ShardEntry(
-                name=shard.name,
-                split=self.split,
-                ids=shard.n_ids,
-                documents=self.new_documents,
-                sha256=shard.digest.hexdigest(),
-            )
-        )
-        self.unfinished = None
+        name = self._name()
+        self.file.close()
+        sync(temporary_path(self.out, name))
+        digest = self.digest.hexdigest()
+        entry = ShardEntry(name, self.split, self.n_ids, self.new_documents, digest)
+        self.entries.append(entry)
+        self.n_ids = 0
         self.new_documents = 0
 
     def totals(self) -> dict[str, int]:
@@ -323,7 +306,8 @@ def prepare(arguments: Sequence[str], out: Path, documents: Documents, shard_ids
     """Turn inputs into shards of `shard_ids` ids and a metadata.json, in one pass.
 
     Shards get their names last, after metadata.json is written. So nothing that a killed process
-    left is taken for data, and the next `prepare` deletes it. After an error nothing is left.
+    left is taken for data, and until then the next `prepare` deletes it. After an error nothing is
+    left.
     """
     inputs: list[Input] = []
     for argument in arguments:
@@ -364,20 +348,13 @@ def temporary_path(out: Path, name: str) -> Path:
 
 
 def refuse_existing_shards(out: Path):
-    """Raise DataError if a directory has shards or a metadata.json, unless a killed `prepare` left
-    them: it had not yet given all of its shards their names, and there are no others."""
-    metadata = out / METADATA
-    listed = []
-    if metadata.exists():
-        listed = [entry.name for entry in read_metadata(str(metadata))]
-    unnamed = [name for name in listed if temporary_path(out, name).exists()]
-    others = {*out.rglob("*.bin")} - {out / name for name in listed if WRITTEN.fullmatch(name)}
-    if others or (metadata.exists() and not unnamed):
+    """Raise DataError if a directory has shards or a metadata.json."""
+    if (out / METADATA).exists() or any(out.rglob("*.bin")):
         raise DataError(f"{out}: has shards already: use another --out, or delete it")
 
 
 def delete_files(out: Path):
-    """Delete all that `prepare` writes, under final and temporary names."""
+    """Delete all that this or a killed `prepare` wrote, under final and temporary names."""
     delete_unfinished(out, METADATA)
     for path in out.iterdir():
         name = path.name.removeprefix(".").removesuffix(".tmp")

@@ -20,9 +20,7 @@ from torch import Tensor, nn
 from spider.common import ProgressBar
 from spider.distributed import World
 from spider.layers import cast_weights_once
-from spider.vocabulary import PAD_ID
-
-IGNORED = -100  # a label that does not count, as in torch's cross_entropy
+from spider.vocabulary import IGNORED, PAD_ID
 
 
 class Reading(NamedTuple):

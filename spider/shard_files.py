@@ -15,7 +15,7 @@ from spider.vocabulary import VOCAB_SIZE
 
 SPLITS = ("train", "val")
 METADATA = "metadata.json"
-ID_BYTES = 2  # of an id in a shard
+ID_BYTES = 2  # bytes that an id takes in a shard
 # a relative path without . and .., which would lead elsewhere
 SHARD_NAME = re.compile(r"((?!\.\.?/)[^/\0]+/)*[^/\0]*\.bin")
 
@@ -27,7 +27,7 @@ class ShardEntry(NamedTuple):
     split: str  # one of SPLITS
     ids: int
     documents: int | None  # for people: it is written, but not checked when it is read
-    sha256: str  # of the file, in hexadecimal digits
+    sha256: str  # the file's, in hexadecimal digits
 
 
 def raise_error(error: OSError):
@@ -87,16 +87,14 @@ def read_metadata(path: str) -> list[ShardEntry]:
     values = metadata.get("shards")
     if not isinstance(values, list):
         raise DataError(f"{path}: has no list of shards; {remedy}")
-    entries: dict[str, ShardEntry] = {}  # by name
+    entries = []
     for number, value in enumerate(values):
         invalid = invalid_field(value)
         if invalid is not None:
             raise DataError(f"{path}: shard {number} has no valid {invalid}; {remedy}")
-        if value["name"] in entries:
-            raise DataError(f"{path}: lists {value['name']} twice; {remedy}")
         fields = {field: value.get(field) for field in ShardEntry._fields}
-        entries[value["name"]] = ShardEntry(**fields)
-    return list(entries.values())
+        entries.append(ShardEntry(**fields))
+    return entries
 
 
 def invalid_field(entry: object) -> str | None:

@@ -4,3 +4,5 @@ PAD_ID = 256
 BOS_ID = 257
 EOS_ID = 258
 VOCAB_SIZE = 272
+
+IGNORED = -100  # a label that does not count, as in torch's cross_entropy

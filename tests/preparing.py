@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 
 import data
+from conftest import refused
 from data import Shard, Source, Stream
 from tokenizer import BOS_ID, EOS_ID
 
@@ -27,16 +28,9 @@ def prepare(command: str | Sequence):
 
 
 def error_line(capsys, command: str | Sequence) -> str:
-    """Run a command that must fail with status 2, nothing on stdout, and one line on stderr beside
-    the lines of progress. Return that line."""
-    status = run_data(command)
-    out, err = capsys.readouterr()
-    lines = [line for line in err.splitlines() if not line.startswith(("prepare: ", "verify: "))]
-    assert (status, out) == (2, ""), err
-    assert len(lines) == 1, err
-    assert lines[0].startswith("data.py: error: ")
-    assert lines[0].isprintable()
-    return lines[0]
+    """Run a command that must be refused; return the error."""
+    words = command.split() if isinstance(command, str) else command
+    return refused(words, capsys, program="data.py", main=data.main)
 
 
 # --------------------------------------------------------------------------------------------------

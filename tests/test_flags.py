@@ -6,9 +6,11 @@ from contextlib import suppress
 
 import pytest
 
+import golden
 import train
-from conftest import run_flags
+from conftest import metrics, run_flags, settled
 from spider.common import UsageError
+from test_witnesses import Operations
 from train import SPECS, Flags, parse_args
 
 PARSERS = {name: spec.options["type"] for name, spec in SPECS.items() if "type" in spec.options}
@@ -43,18 +45,6 @@ def test_variables_of_the_original_set_their_flags():
 
 
 @pytest.mark.parametrize(
-    "line",
-    (
-        "--seq_len 256 --micro_batch 112 --grad_accum 4 --precision fp8 --n_loops 6",
-        "--resume checkpoints/spider-step2650.pt --reset_steps",
-    ),
-)
-def test_commands_of_the_original_are_taken(line):
-    words = line.split()
-    assert parsed(*words).given == {word[2:] for word in words if word.startswith("--")}
-
-
-@pytest.mark.parametrize(
     "word, flag, value",
     (
         ("--compile", "compile", "on"),
@@ -67,6 +57,7 @@ def test_commands_of_the_original_are_taken(line):
         ("--n_loops=4096", "n_loops", 4096),
         ("--max_steps=4611686018427387903", "max_steps", (1 << 62) - 1),
         ("--lr=1000", "lr", 1000.0),
+        ("--run=True", "run", "True"),
     ),
 )
 def test_a_short_form_sets_its_flag(word, flag, value):
@@ -94,7 +85,7 @@ def test_an_alternative_drops_those_of_less_precedence(tmp_path):
     command = parsed("--target_flops", 1, TARGET_TOKENS="5", LR="1", SEQ_LEN="7")
     assert command.given == {"target_flops", "lr", "seq_len"}
     file.write_text('data_dir = "d"\nkeep_best = true')
-    flags = parsed("--config", file, "--mock_data=False", "--keep_best=False").flags
+    flags = parsed("--config", file, "--mock_data=False", "--keep_best", "--keep_best=False").flags
     assert (flags.data_dir, flags.keep_best) == ("d", False)  # a switch that is off drops nothing
     with pytest.raises(UsageError, match="--target_flops: --target_tokens already sets"):
         parsed("--target_flops", 1, "--target_tokens", 5)
@@ -109,6 +100,58 @@ def test_an_alternative_drops_those_of_less_precedence(tmp_path):
 )
 def test_runs_of_other_origins_have_directories_of_their_own(argv, directory):
     assert parsed(*argv.split()).flags.ckpt_dir == directory
+
+
+# --------------------------------------------------------------------------------------------------
+# Choices, and what checkpoints record
+
+CHOICES = {
+    name: spec.options["choices"] for name, spec in SPECS.items() if "choices" in spec.options
+}
+SLOW = {"compile": [pytest.mark.slow]}  # it tests the compiler
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=SLOW.get(name, ())) for name in CHOICES])
+def test_each_choice_of_a_flag_has_an_effect_of_its_own(name, tmp_path, shards, capsys):
+    """The effect is a model, a setting, a refusal, or the operations and metrics of a run. If a new
+    choice fails here, nothing reads it."""
+    effects = {}
+    for choice in CHOICES[name]:
+        if choice == "auto":  # it does what another one does
+            continue
+        flag = f"--{name}={choice}"
+        if name == "model":
+            effect = settled(flag).config
+        elif name == "compile":
+            effect = settled(flag).flags.compile
+        else:
+            directory = tmp_path / choice
+            flags = f"--warmup_steps 0 --target_tokens 512 --eval_every 0 {flag}"
+            argv = run_flags(shards, directory, flags, steps=2)
+            with Operations() as operations:
+                status = train.command_line(argv)
+            log = capsys.readouterr().err.splitlines()
+            effect = (operations.counts, metrics(directory)) if status == 0 else log[-1]
+        others = [other for other in effects if effects[other] == effect]
+        assert not others, f"{flag} does what {others} does"
+        effects[choice] = effect
+
+
+# flags that checkpoints record, and that train nothing themselves
+UNTRAINED = {
+    "data_dir": "the golden runs have texts of their own",
+    "mock_data": "the same",
+    "minutes": "it sets target_tokens",
+    "global_batch": "it sets grad_accum",
+}
+
+
+def test_a_flag_that_a_checkpoint_records_has_a_golden_value():
+    missing = set(train.RECORDED) - set(golden.TRAINED) - UNTRAINED.keys()
+    assert not missing, (
+        f"{missing}: add them to TRAINED and to FLAGS of tests/golden.py, and write the golden "
+        f"values (CONTRIBUTING.md, Add a flag), or to UNTRAINED here with a reason"
+    )
 
 
 # --------------------------------------------------------------------------------------------------
@@ -156,8 +199,7 @@ def test_any_value_of_any_flag_or_variable_is_taken_or_refused_by_name():
     rng = random.Random(7)
     taken = bad = 0
     for name in SPECS.keys() - {"config"}:
-        choices = SPECS[name].options.get("choices", ())
-        for value in (*JUNK, repr(rng.uniform(-9, 9)), *choices):
+        for value in (*JUNK, repr(rng.uniform(-9, 9)), *CHOICES[name]):
             sources = [([f"--{name}={value}"], {}, f"--{name}")]
             if name in train.ENVIRONMENT and value:
                 sources.append(([], {name.upper(): value}, name.upper()))
@@ -190,7 +232,7 @@ EXTREMES = "1e300 1e18 4611686018427387903 1000 1 1e-46 5e-324 -0.0 0".split()
 # or a large run
 LONG = {"seq_len", "micro_batch", "grad_accum", "global_batch", "max_steps", "n_loops", "minutes"}
 PATHS = {"data_dir", "ckpt_dir", "resume", "config"}
-QUICK = {"lr", "weight_decay"}
+QUICK = {"lr"}
 
 
 @pytest.mark.parametrize("optimizer", ("muon", "adamw"))

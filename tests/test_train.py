@@ -175,10 +175,7 @@ def test_the_rate_of_a_step(flags, step, horizon, factor):
     assert lr_factor(step, horizon, flags) == pytest.approx(factor)
 
 
-def test_each_schedule_has_rates_of_its_own_and_another_name_is_refused():
-    names = train.SPECS["schedule"].options["choices"]
-    rates = {lr_factor(70, 100, replace(FLAGS, schedule=name)) for name in names}
-    assert len(rates) == len(names)
+def test_a_schedule_of_another_name_is_refused():
     with pytest.raises(ValueError, match="'linear' has no rates"):
         lr_factor(70, 100, replace(FLAGS, schedule="linear"))
 
