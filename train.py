@@ -596,7 +596,7 @@ from spider.run import (
     start_profiler,
     start_wandb,
 )
-from spider.scoring import IGNORED, Totals, score_model
+from spider.scoring import EVAL_BYTES, IGNORED, Totals, score_model
 from spider.state import gather_model, load_model, model_state
 from spider.vocabulary import BOS_ID, VOCAB_SIZE
 from spider_model import Spider, SpiderOutput
@@ -1293,7 +1293,6 @@ def step_alone(
 # --------------------------------------------------------------------------------------------------
 # Evaluation
 
-EVAL_BYTES = 8192  # minimum bytes per evaluation batch; larger ones fit without gradients
 SAMPLE_START = 64  # bytes of held-out text, the default prompt of a sample
 
 

@@ -22,6 +22,7 @@ from spider.distributed import World
 from spider.layers import cast_weights_once
 from spider.vocabulary import PAD_ID
 
+EVAL_BYTES = 8192  # minimum bytes per evaluation batch; larger ones fit without gradients
 IGNORED = -100  # a label that does not count, as in torch's cross_entropy
 
 
