@@ -251,7 +251,7 @@ def with_relative_imports(path: Path) -> tuple[str, list[str]]:
         if not ours:
             continue
         name = ours[0]
-        is_module = (ROOT / name.replace(".", "/")).with_suffix(".py").is_file()
+        is_module = (ROOT / f"{name.replace('.', '/')}.py").is_file()
         if isinstance(node, ast.Import) or not is_module:
             raise ValueError(
                 f"{path}:{node.lineno}: exported modules must import project modules by "

@@ -466,14 +466,14 @@ def files(trained, tmp_path, monkeypatch) -> Path:
         ("run --top_p 0", "--top_p: '0' is not a number above 0, at most 1"),
         # checkpoints
         ("", "checkpoints: no such file or directory: name another, or train first"),
-        ("text.pt", "text.pt: "),
+        ("text.pt", "text.pt is not a checkpoint"),
         ("empty", "empty: there is no checkpoint in it: name another"),
         ("gone\x1b[2J", "gone\\x1b[2J: no such file or directory"),
         ("run/spider-step3.pt --best", "is not a directory of checkpoints"),
         # texts, and files to write
         ("run --eval gone.txt", "gone.txt: No such file"),
-        ("run --eval empty.txt", "empty.txt: no byte to predict"),
-        ("run --eval no.jsonl", "no.jsonl, line 1"),
+        ("run --eval empty.txt", "empty.txt: empty"),
+        ("run --eval no.jsonl", "no.jsonl:1: without a text in 'text': it has a: --field NAME"),
         ("run --eval empty", "empty: "),
         ("run --eval one.bin", "one.bin: no byte to predict"),
         ("run --eval odd.bin", "odd.bin"),
