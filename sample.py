@@ -41,6 +41,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
+from itertools import product
 from pathlib import Path
 
 from spider.common import (
@@ -59,32 +60,10 @@ from spider.common import (
     run_program,
     say,
 )
-from spider.config import MAX_LOOPS
+from spider.config import MAX_LOOPS, SpiderConfig
 
 # --------------------------------------------------------------------------------------------------
 # The command line
-
-# Flags that only one command reads. The command is the flag that asks for it; without one it is
-# talking.
-TALKING = "talking"
-FLAGS_OF = {
-    TALKING: {
-        "prompt",
-        "bytes",
-        "temperature",
-        "top_k",
-        "top_p",
-        "no_repeat_ngram_size",
-        "samples",
-        "seed",
-        "raw",
-        "stop",
-        "no_echo",
-    },
-    "--eval": {"json", "field", "seq_len", "batch", "precision", "adapt"},
-    "--show": {"html"},
-    "--export": set(),
-}
 
 
 def loop_counts(text: str) -> list[int]:
@@ -101,40 +80,50 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     """Parse the command line. Raise UsageError for a bad value, or a flag that the command would
     not read."""
     parser = Parser(prog="sample.py", description=__doc__)
-    add_model_flags(parser)
-    add_talking_flags(parser)
-    add_evaluation_flags(parser)
-    add_viewing_flags(parser)
-    add_export_flags(parser)
-    args = parser.parse_args(argv)
-    refuse_unread_flags(parser, args)
-    return args
-
-
-def add_model_flags(parser: Parser):
-    parser.add_argument(
+    add = parser.add_argument
+    add(
         "checkpoint",
         nargs="*",
         type=path_name,
         default=["checkpoints"],
         help="a file, an export or a directory (default: checkpoints)",
     )
-    parser.add_argument(
+    add(
         "--best",
         action="store_true",
         help="use the checkpoint with the lowest validation loss of a directory",
     )
-    parser.add_argument(
+    add(
         "--n_loops",
         type=loop_counts,
         metavar="N,...",
         help="loops of the core (as trained); several for --eval",
     )
-    parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
+    add("--device", default="auto", choices=("auto", "cpu", "cuda"))
+    commands = parser.add_argument_group("instead of talking").add_mutually_exclusive_group()
+    commands.add_argument(
+        "--eval",
+        nargs="+",
+        type=path_name,
+        metavar="FILE",
+        help="evaluate on texts or directories of shards",
+    )
+    commands.add_argument(
+        "--show",
+        metavar="FILE|TEXT",
+        help="analyze a text, in the terminal and as an HTML page: a file, - (stdin) or "
+        "the text itself; at most 1 MB of it",
+    )
+    commands.add_argument(
+        "--export",
+        type=path_name,
+        metavar="DIR",
+        help="export to a new directory for Hugging Face's libraries",
+    )
 
-
-def add_talking_flags(parser: Parser):
-    add = parser.add_argument_group("talking").add_argument
+    # Flags that only one command reads
+    talking = parser.add_argument_group("talking")
+    add = talking.add_argument
     add("--prompt", help="text to continue; default: standard input, or a dialogue in a terminal")
     add("--bytes", type=integer(1), default=500, help="maximum number of bytes to generate")
     add("--temperature", type=real(0), default=0.8, help="sampling temperature; 0 is greedy")
@@ -157,6 +146,7 @@ def add_talking_flags(parser: Parser):
         "--stop",
         action="append",
         type=stop_text,
+        default=[],
         metavar="TEXT",
         help="end a sample where TEXT would follow, which is not printed; may be repeated",
     )
@@ -166,17 +156,8 @@ def add_talking_flags(parser: Parser):
         action="store_true",
         help="print bytes unchanged, including terminal control sequences",
     )
-
-
-def add_evaluation_flags(parser: Parser):
-    add = parser.add_argument_group("evaluation").add_argument
-    add(
-        "--eval",
-        nargs="+",
-        type=path_name,
-        metavar="FILE",
-        help="evaluate on texts or directories of shards",
-    )
+    evaluating = parser.add_argument_group("with --eval")
+    add = evaluating.add_argument
     add("--json", type=path_name, metavar="OUT", help="also write the results to a file")
     add("--field", default="text", help="JSON field with the text")
     add("--seq_len", type=integer(2, 1 << 24), help="bytes per window (as trained)")
@@ -196,62 +177,38 @@ def add_evaluation_flags(parser: Parser):
         action="store_true",
         help="let the model learn from each 1,024 bytes after they are scored",
     )
-
-
-def add_viewing_flags(parser: Parser):
-    add = parser.add_argument_group("looking inside").add_argument
-    add(
-        "--show",
-        metavar="FILE|TEXT",
-        help="analyze a text, in the terminal and as an HTML page: a file, - (stdin) or "
-        "the text itself; at most 1 MB of it",
-    )
-    add(
+    showing = parser.add_argument_group("with --show")
+    showing.add_argument(
         "--html",
         type=path_name,
         metavar="OUT",
         help="path of the page of --show (look.html beside the checkpoint)",
     )
 
-
-def add_export_flags(parser: Parser):
-    parser.add_argument_group("export").add_argument(
-        "--export",
-        type=path_name,
-        metavar="DIR",
-        help="export to a new directory for Hugging Face's libraries",
-    )
+    args = parser.parse_args(argv)
+    refuse_unread_flags(parser, args, {"": talking, "eval": evaluating, "show": showing})
+    return args
 
 
-def refuse_unread_flags(parser: Parser, args: argparse.Namespace):
-    """Raise UsageError for two commands at once, and for a flag that the command would not read."""
+def refuse_unread_flags(parser: Parser, args: argparse.Namespace, groups: dict):
+    """Raise UsageError for a flag that the command would not read. groups: by command, the flags
+    that it alone reads; "" is talking."""
     given = {name for name, value in vars(args).items() if value != parser.get_default(name)}
-    asked = [command for command in FLAGS_OF if command.removeprefix("--") in given]
-    if len(asked) > 1:
-        parser.error(f"{' '.join(asked[1:])} cannot be used with {asked[0]}")
-    command = asked[0] if asked else TALKING
-
-    others = [other for other in FLAGS_OF if other != command and FLAGS_OF[other] & given]
-    unread = {name for other in others for name in FLAGS_OF[other] & given}
-    if unread and command == TALKING:
-        parser.error(f"{as_flags(unread)} needs {' and '.join(others)}")
-    if command == "--export":
-        unread |= {"n_loops", "device"} & given
-    if unread:
-        parser.error(f"{as_flags(unread)} cannot be used with {command}")
-
-    fixed = {"seq_len", "batch"} & given
-    if args.adapt and fixed:  # it reads in chunks of its own
-        parser.error(f"{as_flags(fixed)} cannot be used with --adapt")
+    command = next((name for name in ("eval", "show", "export") if name in given), "")
+    for reader, group in groups.items():
+        unread = [action.dest for action in group._group_actions if action.dest in given]
+        if unread and reader != command:
+            remedy = f"needs --{reader}" if reader else f"cannot be used with --{command}"
+            parser.error(f"--{unread[0]} {remedy}")
+    if command == "export" and given & {"n_loops", "device"}:
+        parser.error("--n_loops and --device cannot be used with --export")
+    if args.adapt and given & {"seq_len", "batch"}:
+        parser.error("--seq_len and --batch cannot be used with --adapt, which reads in chunks")
     several = len(args.checkpoint) > 1 or len(args.n_loops or ()) > 1
-    if several and command != "--eval":
+    if several and command != "eval":
         parser.error(
             "only --eval takes several checkpoints or numbers of loops; text is given by --prompt"
         )
-
-
-def as_flags(names: set[str]) -> str:
-    return " ".join(f"--{name}" for name in sorted(names))
 
 
 if __name__ == "__main__":  # before the imports below, which take seconds
@@ -261,7 +218,7 @@ import numpy as np
 import torch
 
 from data import Shard, Source, Stream, map_shard, open_source, validation_sets
-from spider.export import exit_on_signals, write_export
+from spider.export import write_export
 from spider.inference import (
     Adaptation,
     Sampler,
@@ -275,7 +232,6 @@ from spider.inference import (
     read_checkpoint,
     score_windows,
     single_process,
-    trained_loops,
 )
 from spider.inputs import naming
 from spider.inspect import show
@@ -287,9 +243,8 @@ from spider.machine import (
     start_log,
 )
 from spider.prepare import KINDS, Documents, Input, ShardWriter
-from spider.scoring import Totals, score_model
+from spider.scoring import EVAL_BYTES, Totals, score_model
 from spider_model import Spider
-from train import EVAL_BYTES
 
 # --------------------------------------------------------------------------------------------------
 # Talking
@@ -328,7 +283,7 @@ def talk(args: argparse.Namespace, name: str, model_class: type[Spider]):
         samples=args.samples,
         seed=args.seed,
         raw=args.raw,
-        stop=args.stop or (),
+        stop=args.stop,
         no_echo=args.no_echo,
     )
     sampler = Sampler(decoder_of(saved, device, model_class), settings)
@@ -347,13 +302,14 @@ def talk(args: argparse.Namespace, name: str, model_class: type[Spider]):
 
 def loops_of(args: argparse.Namespace, saved: dict) -> list[int]:
     """Return the numbers of loops to run: those of --n_loops, or that of training."""
-    return args.n_loops or [trained_loops(saved)]
+    trained = saved.get("n_loops", SpiderConfig.from_saved(saved["cfg"]).n_loops)
+    return args.n_loops or [trained]
 
 
 # --------------------------------------------------------------------------------------------------
 # Evaluation
 
-PIECE = 1 << 20  # ids of a text that are decoded at once, to count characters
+COUNTED = 1 << 20  # ids of a text that are decoded at once, to count characters
 
 Text = Stream | Source  # a file, or a prepared directory
 
@@ -411,94 +367,82 @@ class Figure:
     adapt: bool
 
 
-class Evaluation:
-    """The settings of --eval, which are the same for all checkpoints and texts."""
-
-    def __init__(self, args: argparse.Namespace, model_class: type[Spider]):
-        self.args = args
-        self.model_class = model_class
-        self.device = resolve_device(args.device)
-        self.precision = args.precision
-        if args.precision == "auto":
-            self.precision = "bf16" if multiplies_bf16(self.device) else "fp32"
-
-    def figures(self, names: list[str], texts: dict[str, Text]) -> Iterator[Figure]:
-        """Yield the figure of each checkpoint, text and number of loops."""
-        if self.device.type == "cpu":
-            keep_freed_memory()
-        for name in names:
-            path, saved = read_checkpoint(name, self.model_class)
-            model: Spider | None = None
-            for file, text in texts.items():
-                for n_loops in loops_of(self.args, saved):
-                    if model is None or self.args.adapt:  # which has changed the weights
-                        model = None  # freed before the next one is built
-                        model = self.build(saved)
-                    yield self.figure(path, saved, model, file, text, n_loops)
-
-    def build(self, saved: dict) -> Spider:
-        dtype = torch.bfloat16 if self.precision == "bf16" else torch.float32
-        return model_of(saved, self.device, dtype, self.model_class)
-
-    def seq_len_of(self, saved: dict) -> int:
-        """Return the bytes per window: those of --seq_len, or those of training."""
-        return self.args.seq_len or saved.get("flags", {}).get("seq_len", 2048)
-
-    def figure(
-        self, path: Path, saved: dict, model: Spider, file: str, text: Text, n_loops: int
-    ) -> Figure:
-        """Score a text by the model of a checkpoint, given its path and content. Raise DataError if
-        it has no byte to predict, and FloatingPointError if the loss is not finite."""
-        score, characters = self.score(saved, model, text, n_loops)
-        if not score.targets:
-            raise DataError(f"{file}: no byte to predict")
-        if not math.isfinite(score.loss):
-            raise FloatingPointError(
-                f"{path}: the loss is not a finite number: its weights are ruined"
+def figures_of(
+    args: argparse.Namespace, names: list[str], texts: dict[str, Text], model_class: type[Spider]
+) -> Iterator[Figure]:
+    """Yield the figure of each checkpoint, text and number of loops. Raise DataError for a text
+    without a byte to predict, and FloatingPointError for a loss that is not finite."""
+    device = resolve_device(args.device)
+    if device.type == "cpu":
+        keep_freed_memory()
+    precision = args.precision
+    if precision == "auto":
+        precision = "bf16" if multiplies_bf16(device) else "fp32"
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    for name in names:
+        path, saved = read_checkpoint(name, model_class)
+        model: Spider | None = None
+        for file, n_loops in product(texts, loops_of(args, saved)):
+            if model is None or args.adapt:  # which has changed the weights
+                model = None  # freed before the next one is built
+                model = model_of(saved, device, dtype, model_class)
+            score, characters = score_text(args, model, saved, texts[file], n_loops)
+            if not score.targets:
+                raise DataError(f"{file}: no byte to predict")
+            if not math.isfinite(score.loss):
+                raise FloatingPointError(
+                    f"{path}: the loss is not a finite number: its weights are ruined"
+                )
+            yield Figure(
+                checkpoint=str(path),
+                file=file,
+                n_loops=n_loops,
+                bytes=score.targets,
+                characters=characters,
+                bits_per_byte=score.bits_per_byte,
+                bits_per_character=score.bits_per_byte * score.targets / characters,
+                seq_len=None if args.adapt else seq_len_of(args, saved),
+                precision=precision,
+                adapt=args.adapt,
             )
-        return Figure(
-            checkpoint=str(path),
-            file=file,
-            n_loops=n_loops,
-            bytes=score.targets,
-            characters=characters,
-            bits_per_byte=score.bits_per_byte,
-            bits_per_character=score.bits_per_byte * score.targets / characters,
-            seq_len=None if self.args.adapt else self.seq_len_of(saved),
-            precision=self.precision,
-            adapt=self.args.adapt,
-        )
 
-    def score(self, saved: dict, model: Spider, text: Text, n_loops: int) -> tuple[Totals, int]:
-        """Score the bytes of a file, or the validation rows of a prepared directory as the trainer
-        evaluates them. Return the number of their characters, too."""
-        seq_len = self.seq_len_of(saved)
-        batch = self.args.batch or max(1, EVAL_BYTES // seq_len)
-        eval_tokens = saved.get("flags", {}).get("eval_tokens", 1 << 20)
-        stream = text if isinstance(text, Stream) else text.val.slice(0, eval_tokens + 1)
-        special = isinstance(text, Source)
-        if self.args.adapt:
-            totals = Adaptation(model, saved, n_loops).score(stream, special)
-        elif isinstance(text, Stream):
-            totals = score_windows(model, text, seq_len, batch, n_loops)
-        else:
-            ((ids, labels),) = validation_sets([text], seq_len, eval_tokens).values()
-            batches = zip(ids.split(batch), labels.split(batch), strict=True)
-            totals = score_model(model, batches, n_loops, single_process(self.device))
-        starts = range(1, len(stream), PIECE)  # nothing predicts the first id
-        pieces = (stream.read(start, min(start + PIECE, len(stream))) for start in starts)
-        return totals, count_characters(pieces, special)
+
+def seq_len_of(args: argparse.Namespace, saved: dict) -> int:
+    """Return the bytes per window: those of --seq_len, or those of training."""
+    return args.seq_len or saved.get("flags", {}).get("seq_len", 2048)
+
+
+def score_text(
+    args: argparse.Namespace, model: Spider, saved: dict, text: Text, n_loops: int
+) -> tuple[Totals, int]:
+    """Score the bytes of a file, or the validation rows of a prepared directory as the trainer
+    evaluates them. Return the number of their characters, too."""
+    seq_len = seq_len_of(args, saved)
+    batch = args.batch or max(1, EVAL_BYTES // seq_len)
+    eval_tokens = saved.get("flags", {}).get("eval_tokens", 1 << 20)
+    stream = text if isinstance(text, Stream) else text.val.slice(0, eval_tokens + 1)
+    special = isinstance(text, Source)
+    if args.adapt:
+        totals = Adaptation(model, saved, n_loops).score(stream, special)
+    elif isinstance(text, Stream):
+        totals = score_windows(model, text, seq_len, batch, n_loops)
+    else:
+        ((ids, labels),) = validation_sets([text], seq_len, eval_tokens).values()
+        batches = zip(ids.split(batch), labels.split(batch), strict=True)
+        totals = score_model(model, batches, n_loops, single_process(model.embed_tokens.device))
+    starts = range(1, len(stream), COUNTED)  # nothing predicts the first id
+    pieces = (stream.read(start, min(start + COUNTED, len(stream))) for start in starts)
+    return totals, count_characters(pieces, special)
 
 
 def evaluate_texts(args: argparse.Namespace, names: list[str], model_class: type[Spider]):
     """Print the figures of checkpoints on the texts of --eval as a table, and write them to
     --json. After an error, what was measured before it is printed."""
-    evaluation = Evaluation(args, model_class)
-    with exit_on_signals(), durable(Path(args.json)) if args.json else nullcontext() as out:
+    with durable(Path(args.json)) if args.json else nullcontext() as out:
         texts = {name: open_text(name, args.field) for name in args.eval}  # errors come early
         figures: list[Figure] = []
         try:
-            for figure in evaluation.figures(names, texts):
+            for figure in figures_of(args, names, texts, model_class):
                 figures.append(figure)  # noqa: PERF402 one at a time
         finally:
             if figures:
@@ -540,12 +484,20 @@ def main(argv: list[str] | None = None, model_class: type[Spider] = Spider) -> i
         if args.best:
             names = [best_of(name) for name in names]
         with memory_advice(advice_of(args)):
-            if args.export is not None:
-                export(args, names[0], model_class)
-            elif args.eval:
+            if args.eval:
                 evaluate_texts(args, names, model_class)
+            elif args.export is not None and model_class is not Spider:
+                raise UsageError(
+                    f"--export writes Spider's own code, which cannot load a {model_class.__name__}"
+                )
+            elif args.export is not None:
+                path, saved = read_checkpoint(names[0], model_class)
+                write_export(path, saved, args.export)
             elif args.show is not None:
-                look_inside(args, names[0], model_class)
+                device = resolve_device(args.device)
+                path, saved = read_checkpoint(names[0], model_class)
+                model = decoder_of(saved, device, model_class)
+                show(model, loops_of(args, saved)[0], args.show, path, saved, args.html)
             else:
                 talk(args, names[0], model_class)
 
@@ -559,24 +511,6 @@ def advice_of(args: argparse.Namespace) -> str:
     if args.eval and not args.adapt:
         return "lower --batch or --seq_len"
     return "use a machine with more memory"
-
-
-def export(args: argparse.Namespace, name: str, model_class: type[Spider]):
-    """Export a checkpoint to the directory of --export."""
-    if model_class is not Spider:
-        raise UsageError(
-            f"--export writes Spider's own code, which cannot load a {model_class.__name__}"
-        )
-    path, saved = read_checkpoint(name, model_class)
-    write_export(path, saved, args.export)
-
-
-def look_inside(args: argparse.Namespace, name: str, model_class: type[Spider]):
-    """Analyze the text of --show."""
-    device = resolve_device(args.device)
-    path, saved = read_checkpoint(name, model_class)
-    model = decoder_of(saved, device, model_class)
-    show(model, loops_of(args, saved)[0], args.show, path, saved, args.html)
 
 
 if __name__ == "__main__":

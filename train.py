@@ -540,9 +540,9 @@ from spider.plan import (
     with_minutes,
 )
 from spider.run import Metrics, RunProgress, StopSignals, start_profiler, start_wandb
-from spider.scoring import IGNORED, Totals, score_model
+from spider.scoring import EVAL_BYTES, Totals, score_model
 from spider.state import gather_model, model_state
-from spider.vocabulary import BOS_ID
+from spider.vocabulary import BOS_ID, IGNORED
 from spider_model import Spider, SpiderOutput
 from tokenizer import decode
 
@@ -855,7 +855,6 @@ def train_step(
 # --------------------------------------------------------------------------------------------------
 # Evaluation and samples
 
-EVAL_BYTES = 8192  # minimum bytes per evaluation batch; larger ones fit without gradients
 SAMPLE_START = 64  # bytes of held-out text, the default prompt of a sample
 
 Validation = Mapping[str, tuple[Tensor, Tensor]]  # ids and labels [n, T] of each source

@@ -22,11 +22,8 @@ from spider.common import UsageError, durable, one_line, run_program
 from spider.machine import quiet
 from spider.run import read_lines
 
-POINTS = 300  # per curve, each a mean over equally many steps
-SMOOTH = 1 / 40  # of a curve, to each side of a point in its moving average
 EPOCHS = 30  # the beginnings of more are not marked
 COLUMNS = 4  # of charts, at most
-MOST = 20  # charts: more sources have none
 
 
 class Chart(NamedTuple):
@@ -59,25 +56,20 @@ def read_metrics(path: Path) -> list[dict]:
 
 
 def curve_of(lines: list[dict], name: str, factor: float = 1) -> tuple[np.ndarray, np.ndarray]:
-    """Return a curve: million bytes, and over them the values of `name`, at most POINTS, each the
-    mean of equally many steps."""
+    """Return a curve: million bytes, and over them the values of `name`."""
     lines = [line for line in lines if name in line]
-    size = max(1, math.ceil(len(lines) / POINTS))
-    groups = [lines[first : first + size] for first in range(0, len(lines), size)]
-    x = [group[-1]["bytes_seen"] / 1e6 for group in groups]
-    y = [factor * np.mean([line[name] for line in group]) for group in groups]
+    x = [line["bytes_seen"] / 1e6 for line in lines]
+    y = [factor * line[name] for line in lines]
     return np.array(x), np.array(y)
 
 
-def smoothed(y: np.ndarray) -> np.ndarray:
-    """Return the moving average of a curve. The window is shorter near the start, where a loss
-    falls steeply."""
-    longest = math.ceil(len(y) * SMOOTH)
-    means = []
-    for i in range(len(y)):
-        reach = min(i, longest)
-        means.append(y[i - reach : i + reach + 1].mean())
-    return np.array(means)
+def average(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the moving average of a curve, each mean over the middle of a twentieth of it."""
+    if not len(y):
+        return x, y
+    width = 1 + len(y) // 20
+    means = np.convolve(y, np.full(width, 1 / width), "valid")
+    return x[width // 2 :][: len(means)], means
 
 
 def charts_of(lines: list[dict]) -> list[Chart]:
@@ -88,7 +80,7 @@ def charts_of(lines: list[dict]) -> list[Chart]:
         if name.startswith(SOURCE):
             source = name.removeprefix(SOURCE)
             charts.append(Chart(f"validation of {source}, bits per byte", name))
-    return charts[:MOST]
+    return charts
 
 
 def beginnings(lines: list[dict]) -> list[float]:
@@ -101,33 +93,20 @@ def beginnings(lines: list[dict]) -> list[float]:
     return starts if len(starts) <= EPOCHS else []
 
 
-def limits_of(logged: np.ndarray, validation: np.ndarray) -> tuple[float, float]:
-    """Return the limits of a vertical axis. They leave out the few largest of the logged values,
-    since a loss starts high, but no validation."""
-    shown = np.sort(logged)[: len(logged) - len(logged) // 25]
-    values = np.concatenate((shown, validation))
-    low = float(values.min())
-    high = float(values.max())
-    # do not zoom into the rounding of a constant; of zeros show -1 to 1
-    room = max((high - low) * 0.06, abs(high) * 0.01) or 1.0
-    return low - room, high + room
-
-
 # --------------------------------------------------------------------------------------------------
 # Drawing
 
 
-def draw_curves(out: Path, runs: dict[str, list[dict]]):
+def draw_curves(out: Path, runs: list[tuple[str, list[dict]]]):
     """Draw runs into a PNG, a color per run; raise ImportError without matplotlib.
 
-    runs: the lines of metrics.jsonl by label."""
-    of_notebook = "matplotlib_inline" in os.environ.get("MPLBACKEND", "")
-    if of_notebook and importlib.util.find_spec("matplotlib_inline") is None:
-        del os.environ["MPLBACKEND"]  # that of the notebook which started this process
+    runs: labels, and the lines of metrics.jsonl."""
+    if importlib.util.find_spec("matplotlib_inline") is None:
+        os.environ.pop("MPLBACKEND", None)  # that of the notebook which started this process
     from matplotlib.figure import Figure
 
-    charts = charts_of([line for lines in runs.values() for line in lines])
-    columns = max(1, min(COLUMNS, math.ceil(len(charts) / 2)))
+    charts = charts_of([line for _, lines in runs for line in lines])
+    columns = max(1, min(COLUMNS, len(charts)))
     rows = max(1, math.ceil(len(charts) / columns))
     figure = Figure(figsize=(3.6 * columns, 3.3 * rows), layout="constrained")
     for number, chart in enumerate(charts, 1):
@@ -136,26 +115,24 @@ def draw_curves(out: Path, runs: dict[str, list[dict]]):
         figure.savefig(file, dpi=90, format="png")
 
 
-def draw_chart(axes, chart: Chart, runs: dict[str, list[dict]]):
+def draw_chart(axes, chart: Chart, runs: list[tuple[str, list[dict]]]):
     """Draw the curves of all runs; the legend has their last values."""
-    logged = []
-    validation = []
-    for number, (run, lines) in enumerate(runs.items()):
-        x, y = curve_of(lines, chart.name, chart.factor)
+    for number, (label, lines) in enumerate(runs):
+        x, y = average(*curve_of(lines, chart.name, chart.factor))
         dots_x, dots_y = curve_of(lines, chart.validation)
-        color = f"C{number}"
-        axes.plot(x, y, color, lw=0.7, alpha=0.35)
-        axes.plot(x, smoothed(y), color, lw=1.4, marker="o" if len(y) == 1 else "")
-        axes.plot(dots_x, dots_y, color, marker="o", ms=4, ls="")
-        for start in beginnings(lines):
-            axes.axvline(start, color=color, lw=0.8, ls=":", zorder=0)
-        last = [f"{smoothed(y)[-1]:.4g}"] if len(y) else []
+        last = [f"{y[-1]:.4g}"] if len(y) else []
         if len(dots_y):
             last.append(f"validation {dots_y[-1]:.4g}, lowest {dots_y.min():.4g}")
-        axes.plot([], [], color, label=plain(f"{run} {', '.join(last)}"))
-        logged.append(y)
-        validation.append(dots_y)
-    axes.set_ylim(*limits_of(np.concatenate(logged), np.concatenate(validation)))
+        color = f"C{number}"
+        axes.plot(x, y, color, lw=1.4, marker="o" if len(y) == 1 else "")
+        axes.plot(dots_x, dots_y, color, marker="o", ms=4, ls="")
+        axes.plot([], [], color, label=plain(f"{label} {', '.join(last)}"))
+    axes.autoscale(False, axis="y")  # a loss starts so high that the rest would look flat
+    for number, (_, lines) in enumerate(runs):
+        x, y = curve_of(lines, chart.name, chart.factor)
+        axes.plot(x, y, f"C{number}", lw=0.7, alpha=0.35)
+        for start in beginnings(lines):
+            axes.axvline(start, color=f"C{number}", lw=0.8, ls=":", zorder=0)
     axes.set_title(plain(chart.title), fontsize="medium")
     axes.set_xlabel("million bytes")
     axes.legend(fontsize="small")
@@ -179,7 +156,7 @@ def write_curves(directory: Path, signal: int | None):
         lines = read_metrics(directory / "metrics.jsonl")
         if lines:
             with quiet():
-                draw_curves(directory / "curves.png", {"": lines})
+                draw_curves(directory / "curves.png", [("", lines)])
             logger.info(f"curves: {directory / 'curves.png'}")
     except ModuleNotFoundError:
         pass
@@ -206,13 +183,13 @@ def main(argv: list[str]) -> int:
         if len(argv) < 2:
             raise UsageError("usage: python -m spider.curves OUT.png [LABEL=]DIR ...")
         out, *arguments = argv
-        runs: dict[str, list[dict]] = {}
+        runs = []
         for argument in arguments:
             label, directory = labelled(argument)
             lines = read_metrics(directory / "metrics.jsonl")
             if not lines:
                 raise UsageError(f"{directory}: there is no metrics.jsonl with steps in it")
-            runs[argument if label in runs else label] = lines
+            runs.append((label, lines))
         with quiet():  # warnings of characters that the font lacks
             draw_curves(Path(out), runs)
 

@@ -15,11 +15,6 @@ import math
 import os
 import re
 import shutil
-import signal
-import tempfile
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
@@ -33,7 +28,6 @@ from spider.run import read_lines
 from spider.vocabulary import BOS_ID, EOS_ID, PAD_ID
 
 ADAPTER = "modeling_spider"
-UNFINISHED = ".unfinished-export"  # ends the names of temporary directories
 PROJECT = ("spider", "spider_model", "tile_moe")  # what the adapter may import
 
 
@@ -41,98 +35,49 @@ def write_export(path: Path, saved: dict, directory: str):
     """Write the model of a checkpoint, given its path and content, to a new or empty directory.
 
     The directory is complete or not there: it is written under a hidden name beside, and renamed.
-    What a killed export to this name left there is deleted; one that still runs is not disturbed.
-    Raise CheckpointError if the directory is not empty or cannot be written, and UsageError if
-    another process exports to it."""
+    What a killed export to this name left there is deleted. Raise CheckpointError if the directory
+    is not empty or cannot be written, and UsageError if another process exports to it."""
     if "flags" not in saved or is_export(path):
         raise CheckpointError(f"{path}: --export needs a checkpoint of a training run")
     if saved.get("exploded"):
         logger.warning(f"{path}: the loss had exploded by then")
     library = safetensors()
     target = Path(os.path.realpath(directory))
+    unfinished = target.with_name(f".{target.name}.unfinished-export")
     texts = texts_of(path, saved)
     weights = {
         PREFIX + name: weight.contiguous() for name, weight in saved["model_state_dict"].items()
     }
     try:
-        if not is_free(target):
+        if target.exists() and not (target.is_dir() and not any(target.iterdir())):
             raise CheckpointError(
                 f"--export: {directory} exists and is not an empty directory: use another name"
             )
         target.parent.mkdir(parents=True, exist_ok=True)
-        with unfinished_directory(target) as temporary:
-            new = temporary / "export"
-            new.mkdir()
-            for name, text in texts.items():
-                (new / name).write_text(text, encoding="utf-8")
-            library.torch.save_file(weights, new / "model.safetensors", metadata={"format": "pt"})
-            size = finish(new)
-            os.rename(new, target)
+        with locked(target, target.with_name(f".{target.name}.lock")):
+            shutil.rmtree(unfinished, ignore_errors=True)
+            unfinished.mkdir()
+            try:
+                for name, text in texts.items():
+                    (unfinished / name).write_text(text, encoding="utf-8")
+                file = unfinished / "model.safetensors"
+                library.torch.save_file(weights, file, metadata={"format": "pt"})
+                # safetensors makes files that only the owner can read
+                file.chmod((unfinished / "README.md").stat().st_mode)
+                for written in (*unfinished.iterdir(), unfinished):
+                    sync(written)
+                os.rename(unfinished, target)
+            finally:
+                shutil.rmtree(unfinished, ignore_errors=True)
         sync(target.parent)
     except (OSError, library.SafetensorError) as fault:
         reason = getattr(fault, "strerror", None) or fault
         raise CheckpointError(f"--export: {directory} cannot be written: {reason}") from None
+    size = sum(file.stat().st_size for file in target.iterdir())
     logger.info(
         f"exported step {saved['step']} of {path} to {directory}: {size:,} bytes; see its "
         f"README.md for usage"
     )
-
-
-def is_free(target: Path) -> bool:
-    """Tell whether nothing would be overwritten: there is nothing, or an empty directory."""
-    if not os.path.lexists(target):
-        return True
-    return target.is_dir() and not any(target.iterdir())
-
-
-def finish(new: Path) -> int:
-    """Give all files the same mode, and flush them to disk; return their size in bytes."""
-    size = 0
-    mode = (new / "README.md").stat().st_mode
-    for file in new.iterdir():
-        file.chmod(mode)  # safetensors makes files that only the owner can read
-        sync(file)
-        size += file.stat().st_size
-    sync(new)
-    return size
-
-
-@contextmanager
-def unfinished_directory(target: Path) -> Iterator[Path]:
-    """Make a temporary directory beside an export's. It is deleted in the end, also after SIGTERM
-    and SIGHUP. Delete those that killed exports to the same name left."""
-    prefix = f".{target.name}."
-    # tempfile puts eight random characters between
-    unfinished = re.compile(rf"{re.escape(prefix)}\w{{8}}{re.escape(UNFINISHED)}")
-    with exit_on_signals(), locked(target, target.with_name(f"{prefix}lock")):
-        for entry in os.scandir(target.parent):
-            if unfinished.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False):
-                shutil.rmtree(entry.path, ignore_errors=True)
-        with tempfile.TemporaryDirectory(UNFINISHED, prefix, target.parent) as temporary:
-            yield Path(temporary)
-
-
-@contextmanager
-def exit_on_signals():
-    """Raise SystemExit at the first SIGTERM or SIGHUP inside, so that temporary files are deleted.
-    Later ones are ignored. A signal that was ignored before, as under nohup, stays ignored."""
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
-    caught = [number for number, handler in handlers.items() if handler != signal.SIG_IGN]
-
-    def stop(number: int, _):
-        for other in caught:
-            signal.signal(other, signal.SIG_IGN)
-        raise SystemExit(128 + number)
-
-    if threading.current_thread() is not threading.main_thread():  # others can handle none
-        caught = []
-    for number in caught:
-        signal.signal(number, stop)
-    try:
-        yield
-    finally:
-        for number in caught:
-            signal.signal(number, handlers[number])
 
 
 def as_json(value) -> str:
@@ -296,12 +241,18 @@ def with_relative_imports(path: Path) -> tuple[str, list[str]]:
     lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
     imported: dict[str, None] = {}  # an ordered set
     for node in ast.walk(ast.parse("".join(lines))):
-        if not isinstance(node, (ast.Import, ast.ImportFrom)):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names = ["." * node.level + (node.module or "")]
+        else:
             continue
-        name = project_module(node)
-        if name is None:
+        ours = [name for name in names if name.split(".")[0] in ("", *PROJECT)]
+        if not ours:
             continue
-        if not name:
+        name = ours[0]
+        is_module = (ROOT / f"{name.replace('.', '/')}.py").is_file()
+        if isinstance(node, ast.Import) or not is_module:
             raise ValueError(
                 f"{path}:{node.lineno}: exported modules must import project modules by "
                 f"`from module import name`"
@@ -312,18 +263,3 @@ def with_relative_imports(path: Path) -> tuple[str, list[str]]:
         lines[node.lineno - 1] = re.sub(pattern, f"from .{flat_name} import", line, count=1)
         imported[name] = None
     return "".join(lines), list(imported)
-
-
-def project_module(node: ast.Import | ast.ImportFrom) -> str | None:
-    """Return the dotted name of the project module that `from module import ...` names. Return None
-    for an import from elsewhere, and "" for one of the project in a form that cannot be flattened:
-    a relative one, `import module`, and one of a package."""
-    if isinstance(node, ast.Import):
-        is_ours = any(alias.name.split(".")[0] in PROJECT for alias in node.names)
-        return "" if is_ours else None
-    if node.level > 0 or node.module is None:
-        return ""
-    if node.module.split(".")[0] not in PROJECT:
-        return None
-    is_module = (ROOT / node.module.replace(".", "/")).with_suffix(".py").is_file()
-    return node.module if is_module else ""

@@ -21,7 +21,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from copy import deepcopy
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -48,9 +48,9 @@ from spider.distributed import UNSHARDED, World
 from spider.machine import multiplies_bf16
 from spider.memory import EngramTable
 from spider.optim import RowwiseAdagrad
-from spider.scoring import IGNORED, Reading, Totals, score_batches, score_model
+from spider.scoring import Reading, Totals, score_batches, score_model
 from spider.state import load_optimizers
-from spider.vocabulary import BOS_ID, EOS_ID, PAD_ID
+from spider.vocabulary import BOS_ID, EOS_ID, IGNORED, PAD_ID
 from spider_model import Spider
 
 # --------------------------------------------------------------------------------------------------
@@ -81,22 +81,17 @@ def read_checkpoint(name: str, model_class: type[Spider]) -> tuple[Path, dict]:
     return path, saved
 
 
-RUNS_NAMED = 10  # at most, where a directory has none
-
-
 def check_holds_checkpoints(directory: Path):
     """Raise UsageError for a directory without checkpoints, with those below it that have some, the
     newest first."""
     if checkpoint_paths(directory):
         return
-    newest: dict[Path, float] = {}  # time of the newest checkpoint, by directory
-    for pattern in ("*/spider-step*.pt", "*/*/spider-step*.pt"):
-        for path in directory.glob(pattern):
-            newest[path.parent] = max(path.stat().st_mtime, newest.get(path.parent, 0))
-    runs = sorted(newest, key=newest.__getitem__, reverse=True)
+    below = [*directory.glob("*/spider-step*.pt"), *directory.glob("*/*/spider-step*.pt")]
+    below.sort(key=os.path.getmtime, reverse=True)
+    runs = list(dict.fromkeys(quoted(path.parent) for path in below))
     remedy = "name another, or train first"
     if runs:
-        remedy = f"name a run, the newest first: {' '.join(map(quoted, runs[:RUNS_NAMED]))}"
+        remedy = f"name a run, the newest first: {' '.join(runs[:10])}"
     fault = "there is no checkpoint in it" if directory.exists() else "no such file or directory"
     raise UsageError(f"{directory}: {fault}: {remedy}")
 
@@ -126,11 +121,6 @@ def best_of(name: str) -> str:
     best = best_checkpoint(Path(name))
     logger.info(f"{best.path}: lowest validation loss, {best.val_loss:.4f} nats per byte")
     return str(best.path)
-
-
-def trained_loops(saved: dict) -> int:
-    """Return the number of loops of the core in training."""
-    return saved.get("n_loops", SpiderConfig.from_saved(saved["cfg"]).n_loops)
 
 
 def model_of(
@@ -196,7 +186,7 @@ class Sampler:
                 logits = self.model.step(piece, state)  # [1, n, vocab_size]
         return logits[:, -1]
 
-    def write(self, logits: Tensor, state: DecodingState) -> Iterator[list[int | None]]:
+    def generate(self, logits: Tensor, state: DecodingState) -> Iterator[list[int | None]]:
         """Yield the next byte of each row, until the limit of --bytes. After a row's EOS its byte
         is None."""
         return self.model.generate_batch(
@@ -238,12 +228,14 @@ def print_bytes(pieces: Iterable[bytes], raw: bool):
 
 
 class Continuation:
-    """The bytes that a row writes, up to the first stop text. The last bytes are held back while
-    they may begin a stop text."""
+    """The bytes that a row writes. It ends before the first stop text; as many of the last bytes
+    are held back as may belong to one."""
 
     def __init__(self, stop: Sequence[bytes]):
         self.stop = stop
-        self.text = bytearray()  # without the stop text
+        self.held_back = max(map(len, stop), default=1) - 1
+        self.written = bytearray()  # with the stop text
+        self.text = bytearray()  # without it
         self.released = 0  # number of bytes of the text that `add` and `rest` have returned
         self.stopped = False  # by a stop text
         self.ended = False  # by a stop text or EOS
@@ -254,33 +246,37 @@ class Continuation:
         if byte is None or self.ended:
             self.ended = True
             return self.rest()
+        self.written.append(byte)
         self.text.append(byte)
         reached = [len(stop) for stop in self.stop if self.text.endswith(stop)]
         if reached:
             del self.text[-max(reached) :]
             self.stopped = True
             self.ended = True
-        return self._release(len(self.text) - self._undecided())
+            return self.rest()
+        return self._release(len(self.text) - self.held_back)
 
     def rest(self) -> bytes:
         """Return the bytes that were held back."""
         return self._release(len(self.text))
 
-    def _undecided(self) -> int:
-        """Return how many of the last bytes may begin a stop text."""
-        if self.ended or not self.stop:
-            return 0
-        longest = max(len(stop) for stop in self.stop) - 1
-        tail = bytes(self.text[max(0, len(self.text) - longest) :])
-        for start in range(len(tail)):
-            if any(stop.startswith(tail[start:]) for stop in self.stop):
-                return len(tail) - start
-        return 0
-
     def _release(self, end: int) -> bytes:
-        piece = bytes(self.text[self.released : end])
-        self.released = end
+        piece = bytes(self.text[self.released : max(0, end)])
+        self.released += len(piece)
         return piece
+
+
+def write(
+    columns: Iterable[list[int | None]], rows: list[Continuation], interrupts: Sequence = ()
+) -> Iterator[bytes]:
+    """Add generated bytes to rows until all rows have ended, or `interrupts` has an entry; yield
+    what to print of the first row."""
+    for column in columns:
+        pieces = [row.add(byte) for row, byte in zip(rows, column, strict=True)]
+        yield pieces[0]
+        if interrupts or all(row.ended for row in rows):
+            break
+    yield rows[0].rest()
 
 
 def complete(sampler: Sampler, state: DecodingState, prompt: bytes):
@@ -293,23 +289,13 @@ def complete(sampler: Sampler, state: DecodingState, prompt: bytes):
     if count > 1:
         state = state.copy([0] * count)
     echo = b"" if settings.no_echo else prompt
-
-    def generate_all_and_yield_first() -> Iterator[bytes]:
-        yield echo
-        for column in sampler.write(logits, state):
-            pieces = [row.add(byte) for row, byte in zip(rows, column, strict=True)]
-            yield pieces[0]
-            if all(row.ended for row in rows):
-                return
-        yield rows[0].rest()
-
     for number, row in enumerate(rows, 1):
         if count > 1:
             print(f"--- {number} of {count}", flush=True)
+        pieces: Iterable[bytes] = [bytes(row.text)]
         if number == 1:
-            print_bytes(generate_all_and_yield_first(), settings.raw)
-        else:
-            print_bytes([echo, bytes(row.text)], settings.raw)
+            pieces = write(sampler.generate(logits, state), rows)
+        print_bytes(chain([echo], pieces), settings.raw)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -335,51 +321,18 @@ def converse(sampler: Sampler, state: DecodingState):
             ids = [*unread, ord("\n"), *typed]
         else:
             ids = [*unread, *typed]
-        answer = Answer(sampler, state, sampler.read(state, ids))
-        with interrupts_deferred() as interrupt:
-            print_bytes(answer.pieces(interrupt), sampler.settings.raw)
-        if answer.ends_document(interrupt):
+        row = Continuation(sampler.settings.stop)
+        columns = sampler.generate(sampler.read(state, ids), state)
+        with interrupts_deferred() as interrupts:
+            print_bytes(write(columns, [row], interrupts), sampler.settings.raw)
+        ended_early = len(row.written) < sampler.settings.max_bytes
+        wrote_eos = ended_early and not interrupts and not row.stopped
+        if wrote_eos or not row.written:
             unread = [EOS_ID, BOS_ID]
             starts_line = False
         else:
-            unread = answer.written[-1:]  # drawn, but not fed to the state
-            starts_line = not answer.row.stopped and unread != [ord("\n")]
-
-
-@dataclass
-class Interrupt:
-    """Whether Ctrl-C was pressed."""
-
-    requested: bool = False
-
-
-class Answer:
-    """The model's turn in a dialogue, given the logits of its first byte, [1, vocab_size]."""
-
-    def __init__(self, sampler: Sampler, state: DecodingState, logits: Tensor):
-        self.sampler = sampler
-        self.state = state
-        self.logits = logits
-        self.written: list[int] = []  # with the stop text; the state has read all but the last
-        self.row = Continuation(sampler.settings.stop)
-
-    def pieces(self, interrupt: Interrupt) -> Iterator[bytes]:
-        """Write until EOS, a stop text, the limit of --bytes, or Ctrl-C; yield what to print."""
-        for (byte,) in self.sampler.write(self.logits, self.state):
-            if byte is None:
-                break
-            self.written.append(byte)
-            yield self.row.add(byte)
-            if interrupt.requested or self.row.ended:
-                break
-        yield self.row.rest()
-
-    def ends_document(self, interrupt: Interrupt) -> bool:
-        """Tell whether the model wrote EOS: it then stopped early, and for no other reason."""
-        if not self.written:
-            return True
-        stopped_early = len(self.written) < self.sampler.settings.max_bytes
-        return stopped_early and not interrupt.requested and not self.row.stopped
+            unread = list(row.written[-1:])  # drawn, but not fed to the state
+            starts_line = not row.stopped and unread != [ord("\n")]
 
 
 def ask() -> str | None:
@@ -398,17 +351,13 @@ def ask() -> str | None:
 
 
 @contextmanager
-def interrupts_deferred() -> Iterator[Interrupt]:
-    """Record Ctrl-C instead of raising, because an exception could leave a decoding state half
-    advanced."""
-    interrupt = Interrupt()
-
-    def request(*_):
-        interrupt.requested = True
-
-    before = signal.signal(signal.SIGINT, request)
+def interrupts_deferred() -> Iterator[list[int]]:
+    """Add an entry to a list for Ctrl-C instead of raising, because an exception could leave a
+    decoding state half advanced."""
+    interrupts: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, _: interrupts.append(number))
     try:
-        yield interrupt
+        yield interrupts
     finally:
         signal.signal(signal.SIGINT, before)
 

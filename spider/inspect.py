@@ -22,11 +22,11 @@ from bisect import bisect
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from loguru import logger
@@ -58,54 +58,31 @@ SHADES_OF = {"bits": BITS, "loads": LOADS, "gates": GATES, "votes": VOTES}
 # Recording
 
 
-class Visit(NamedTuple):
-    """One pass through one layer of the core; both numbers count from 0."""
-
-    layer: int
-    loop: int
-
-
-@dataclass
-class Pass:
-    """One forward pass over a window of the text."""
-
-    recorded: slice  # of the window's ids; those before it are context, and recorded already
-    is_last: bool  # of the text
-    segments: range = range(0)  # that are recorded, as rows of the core
-    first_segment: int = 0  # number in the text of the first one of them
-    core_rows: int = 0  # with padding rows
-    visits: Counter[int] = field(default_factory=Counter)  # so far, by layer
+Visit = tuple[int, int]  # a layer of the core and a loop, both from 0
 
 
 class Record:
     """Record the internals of a model inside its context, by hooks of forward passes over one row.
 
-    A text may take several passes. Each is announced by `begin`. Segments are numbered through the
-    text, including that of BOS."""
+    A text may take several passes. Each records its ids after the first `context`, which an earlier
+    pass has recorded, and the segments that end in them. Segments are numbered through the text,
+    including that of BOS."""
 
     def __init__(self, model: Spider):
         self.model = model
         self.hooks = ExitStack()  # closed, it restores the model
-        self.now = Pass(recorded=slice(0), is_last=True)
-        # by id: whether it ends a segment
-        self.ends: list[bool] = []
-        # by finished segment
-        self.loops: list[int] = []
-        # tokens per expert, [E]
-        self.load: dict[Visit, Tensor] = {}
-        # Engram's gate by segment
-        self.gates: dict[Visit, dict[int, float]] = {}
-        # of each pass [ids, orders and match contexts]
-        self.byte_gates: list[Tensor] = []
-        # of each pass [ids, contexts]: weight of the newest occurrence's vote, NaN for none
+        self.context = 0
+        self.ends: list[bool] = []  # by id, whether it ends a segment
+        self.loops: list[int] = []  # by finished segment
+        self.load: dict[Visit, Tensor] = {}  # tokens per expert, [E]
+        self.gates: dict[Visit, dict[int, float]] = {}  # of Engram, by segment
+        self.byte_gates: list[Tensor] = []  # by pass, [ids, orders and match contexts]
+        # by pass, [ids, contexts]: weight of the newest occurrence's vote, NaN for none
         self.votes: list[Tensor] = []
-
-    def begin(self, context: int, length: int, is_last: bool):
-        """Prepare a pass over `length` ids, of which the first `context` were recorded before.
-
-        A pass that is not the last one is recorded up to the last end of a segment: afterwards
-        `now.recorded` is the slice of its ids."""
-        self.now = Pass(recorded=slice(context, length), is_last=is_last)
+        # This pass's segments
+        self.core_rows = range(0)
+        self.first_segment = 0  # number of that in the first of these rows
+        self.visits: Counter[int] = Counter()  # so far, by layer
 
     def __enter__(self) -> "Record":
         with ExitStack() as hooks:
@@ -128,7 +105,6 @@ class Record:
         hooks.enter_context(replaced(self.model, "boundaries", self._record_boundaries))
         # halted segments have to leave the products, else they are not told apart
         hooks.enter_context(replaced(core, "drop_halted", True))
-        hooks.callback(core.register_forward_pre_hook(self._enter_core).remove)
         for i, layer in enumerate(core.layers):
             visit = partial(self._record_visit, i)
             hooks.callback(layer.register_forward_hook(visit).remove)
@@ -139,7 +115,7 @@ class Record:
 
     def _record_byte_gates(self, gate: nn.Module, args: tuple, logits: Tensor):
         """Hook after a gate [M, orders and match contexts] of the Engram before the head."""
-        self.byte_gates.append(logits[self.now.recorded].float().sigmoid().cpu())
+        self.byte_gates.append(logits[self.context :].float().sigmoid().cpu())
 
     def _record_votes(self, engram: OutputEngram, args: tuple, output: Any):
         """Hook after the Engram before the head."""
@@ -147,8 +123,8 @@ class Record:
         followed, weights = engram.cast_votes(rms_norm(x), matches)
         # a context's votes are adjacent, the newest occurrence first
         votes_per_context = self.model.config.engram_votes
-        followed = followed[self.now.recorded, ::votes_per_context]
-        weights = weights[self.now.recorded, ::votes_per_context]
+        followed = followed[self.context :, ::votes_per_context]
+        weights = weights[self.context :, ::votes_per_context]
         is_byte = (followed >= 0) & (followed < 256)
         self.votes.append(weights.float().masked_fill(~is_byte, math.nan).cpu())
 
@@ -156,53 +132,38 @@ class Record:
         """Take the place of the model's `boundaries`."""
         b = type(self.model).boundaries(self.model, *args)
         ends = (b > 0).tolist()
-        context = self.now.recorded.start
-        stop = self.now.recorded.stop
-        if not self.now.is_last and any(ends[context:]):
-            stop = len(ends) - ends[::-1].index(True)  # behind the last end
-        self.now.recorded = slice(context, stop)
-        self.ends += ends[context:stop]
-        segments_before = sum(ends[:context])
-        self.now.segments = range(segments_before, segments_before + sum(ends[context:stop]))
+        self.core_rows = range(sum(ends[: self.context]), sum(ends))
+        self.first_segment = len(self.loops)
+        self.visits.clear()
+        self.ends += ends[self.context :]
+        self.loops += [0] * len(self.core_rows)
         return b
 
-    def _enter_core(self, core: nn.Module, args: tuple):
-        """Hook before the core."""
-        z = args[0]  # [N, D]
-        self.now.core_rows = len(z)
-        self.now.first_segment = len(self.loops)
-        self.loops += [0] * len(self.now.segments)
-
-    def _running(self, active: ActiveRows) -> dict[int, int]:
+    def _running(self, active: ActiveRows, n_rows: int) -> dict[int, int]:
         """Return the segments that had not halted before this loop, with their computed rows."""
-        rows = list(range(self.now.core_rows))
-        if active.index is not None:
-            rows = active.index.tolist()
-        halted = [False] * len(rows)
-        if active.halted is not None:
-            halted = active.halted.tolist()
+        rows = list(range(n_rows)) if active.index is None else active.index.tolist()
+        halted = [False] * n_rows if active.halted is None else active.halted.tolist()
         running = {}
         for computed_row, (row, has_halted) in enumerate(zip(rows, halted, strict=True)):
-            if row in self.now.segments and not has_halted:
-                segment = self.now.first_segment + row - self.now.segments.start
-                running[segment] = computed_row
+            if row in self.core_rows and not has_halted:
+                running[self.first_segment + row - self.core_rows.start] = computed_row
         return running
 
     def _record_gates(self, i: int, engram: Any, args: tuple, output: Any):
         """Hook after the Engram of layer i of the core."""
         h, recalled, active = args[:3]
         gate = engram.gate(h, active.select(recalled.key)).flatten().tolist()
-        visit = Visit(i, self.now.visits[i])
-        for segment, row in self._running(active).items():
+        visit = (i, self.visits[i])
+        for segment, row in self._running(active, len(h)).items():
             self.gates.setdefault(visit, {})[segment] = gate[row]
 
     def _record_visit(self, i: int, layer: nn.Module, args: tuple, output: Any):
         """Hook after layer i of the core."""
-        active = args[3]
+        x, _, _, active = args[:4]
         _, routing, _ = output
-        running = self._running(active)
-        visit = Visit(i, self.now.visits[i])
-        self.now.visits[i] += 1
+        running = self._running(active, len(x))
+        visit = (i, self.visits[i])
+        self.visits[i] += 1
         if i == 0:
             for segment in running:
                 self.loops[segment] += 1
@@ -231,7 +192,7 @@ def replaced(module: nn.Module, name: str, value: object) -> Iterator[None]:
 
 
 @dataclass
-class Shown:
+class Analysis:
     """A text, and a model's record of it."""
 
     text: bytes
@@ -248,7 +209,7 @@ class Shown:
 
 
 @torch.no_grad()
-def read(model: Spider, text: bytes, n_loops: int) -> Shown:
+def read(model: Spider, text: bytes, n_loops: int) -> Analysis:
     """Run a model in evaluation mode over a text of at least one byte. A long one is read in
     windows that overlap by half.
 
@@ -262,9 +223,9 @@ def read(model: Spider, text: bytes, n_loops: int) -> Shown:
     with Record(model) as record, model.cast_weights_once():
         while done < len(ids):
             first = max(0, done - WINDOW // 2)
+            record.context = done - first
             window = ids[first : first + WINDOW]
-            record.begin(done - first, len(window), is_last=first + len(window) == len(ids))
-            logits = model(window[None], n_loops=n_loops).logits[0, record.now.recorded]
+            logits = model(window[None], n_loops=n_loops).logits[0, record.context :]
             labels = ids[done + 1 : done + 1 + len(logits)]
             # the last id of the text has logits, but no label
             log_p = logits[: len(labels)].log_softmax(-1)  # [bytes, vocab_size]
@@ -281,7 +242,7 @@ def read(model: Spider, text: bytes, n_loops: int) -> Shown:
                 progress.add(len(logits))
     ends = record.ends or [False] * len(ids)  # a model without core has no segments
     segments_before = list(accumulate(ends, initial=0))
-    return Shown(
+    return Analysis(
         text=text,
         bits=bits,
         likeliest=torch.cat(likeliest),
@@ -314,37 +275,25 @@ def take_text(argument: str) -> tuple[bytes, str]:
     return text, name
 
 
-class Character(NamedTuple):
-    """A UTF-8 character of a text. Control characters, invisible ones and bytes that are not UTF-8
-    have an escape sequence for a glyph."""
-
-    glyph: str
-    start: int  # first byte
-    stop: int
-
-
-def characters(text: bytes) -> Iterator[Character]:
-    """Yield the characters of a text."""
+def characters(text: bytes) -> Iterator[tuple[str, int, int]]:
+    """Yield each UTF-8 character of a text with its first byte and the byte after it. Control
+    characters, invisible ones and bytes that are not UTF-8 become escape sequences."""
     start = 0
     for c in text.decode("utf-8", "surrogateescape"):
         raw = c.encode("utf-8", "surrogateescape")
         not_utf8 = "\udc80" <= c <= "\udcff"
         glyph = f"\\x{raw[0]:02x}" if not_utf8 else one_line(c)
-        yield Character(glyph, start, start + len(raw))
+        yield glyph, start, start + len(raw)
         start += len(raw)
 
 
-def facts(shown: Shown) -> list[str]:
+def facts(analysis: Analysis) -> list[str]:
     """Summarize a text in lines: bits per byte and, if there are any, segments and loops."""
-    n_bytes = len(shown.text)
-    segments = sum(shown.ends)
-    lines = [f"{n_bytes:,} bytes, {sum(shown.bits) / n_bytes:.3f} bits per byte"]
+    n_bytes = len(analysis.text)
+    segments = sum(analysis.ends)
+    lines = [f"{n_bytes:,} bytes, {sum(analysis.bits) / n_bytes:.3f} bits per byte"]
     if segments:
-        loops = Counter(
-            shown.record.loops[segment]
-            for segment, end in zip(shown.segment, shown.ends, strict=True)
-            if end
-        )
+        loops = Counter(analysis.record.loops[analysis.segment[0] :])  # without a segment of BOS
         counts = [f"{n_loops} ({count:,} segments)" for n_loops, count in sorted(loops.items())]
         lines.append(f"{segments:,} segments, {n_bytes / segments:.2f} bytes each")
         lines.append(f"loops: {', '.join(counts)}")
@@ -359,18 +308,9 @@ SHADES = ((252, 234), (255, 53), (255, 89), (255, 125), (16, 166), (16, 208), (1
 SMALL_DIGITS = str.maketrans("0123456789", "⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
-class Style:
-    """The style in which a terminal shows text."""
-
-    def __init__(self, colour: bool):
-        self.colour = colour
-        self.current = ""
-
-    def change(self, style: str) -> str:
-        """Return the escape sequence that changes to a style; none if it is the current one."""
-        is_new = style != self.current
-        self.current = style
-        return f"\x1b[0{style}m" if self.colour and is_new else ""
+def paint(text: str, style: str, colour: bool) -> str:
+    """Return text in a style of ANSI, or plain."""
+    return f"\x1b[0{style}m{text}\x1b[0m" if colour else text
 
 
 def shade(bits: float) -> str:
@@ -379,63 +319,51 @@ def shade(bits: float) -> str:
     return f";38;5;{text};48;5;{background}"
 
 
-def in_terminal(shown: Shown, colour: bool) -> Iterator[str]:
+def in_terminal(analysis: Analysis, colour: bool) -> Iterator[str]:
     """Yield the first PRINTED bytes of the text with its segments, a legend and the facts, in plain
     characters or with ANSI colors."""
-    style = Style(colour)
-    yield from _text_in_terminal(shown, style)
-    yield from _legend_in_terminal(shown, style)
-    yield "\n" + "\n".join(facts(shown))
-
-
-def _text_in_terminal(shown: Shown, style: Style) -> Iterator[str]:
-    line_is_open = True
-    for glyph, start, stop in characters(shown.text):
+    for glyph, start, stop in characters(analysis.text):
         if start >= PRINTED:
-            yield style.change("") + f" ... (all {len(shown.text):,} bytes are on the page)\n\n"
-            return
-        underline = ";4" if shown.segment[stop - 1] % 2 else ""
-        yield style.change(shade(sum(shown.bits[start:stop])) + underline)
-        yield glyph.replace("\\n", "↵")
-        ends = shown.ends[start:stop]
+            yield f" ... (all {len(analysis.text):,} bytes are on the page)"
+            break
+        underline = ";4" if analysis.segment[stop - 1] % 2 else ""
+        style = shade(sum(analysis.bits[start:stop])) + underline
+        yield paint(glyph.replace("\\n", "↵"), style, colour)
+        ends = analysis.ends[start:stop]
         if any(ends):
             last_end = stop - 1 - ends[::-1].index(True)
-            if shown.loops_vary:
-                n_loops = shown.record.loops[shown.segment[last_end]]
-                yield style.change(";2") + str(n_loops).translate(SMALL_DIGITS)
-            elif not style.colour:
+            if analysis.loops_vary:
+                n_loops = analysis.record.loops[analysis.segment[last_end]]
+                yield paint(str(n_loops).translate(SMALL_DIGITS), ";2", colour)
+            elif not colour:
                 yield "│"
-        line_is_open = glyph != "\\n"
-        if not line_is_open:
-            yield style.change("") + "\n"
-    yield style.change("") + ("\n\n" if line_is_open else "\n")
+        if glyph == "\\n":
+            yield "\n"
+    yield "\n\n"
 
-
-def _legend_in_terminal(shown: Shown, style: Style) -> Iterator[str]:
-    if style.colour:
-        yield "bits: "
-        for limit in (0, *BITS):
-            yield style.change(shade(limit)) + f" {limit:g} "
-        yield style.change("") + " and more"
-        if any(shown.ends):
+    if colour:
+        shades = [paint(f" {limit:g} ", shade(limit), colour) for limit in (0, *BITS)]
+        yield f"bits: {''.join(shades)} and more"
+        if any(analysis.ends):
             yield "; every other segment is underlined"
-    if shown.loops_vary:
+    if analysis.loops_vary:
         yield "; a small number after a segment is the number of its loops"
-    elif any(shown.ends) and not style.colour:
+    elif any(analysis.ends) and not colour:
         yield "segments end at │"
+    yield "\n" + "\n".join(facts(analysis))
 
 
 # --------------------------------------------------------------------------------------------------
 # As a page
 
 
-def write_page(shown: Shown, title: str, model: Spider, run: list[str]) -> str:
+def write_page(analysis: Analysis, title: str, model: Spider, run: list[str]) -> str:
     """Fill the template and return the page as HTML. run: facts of the training run."""
     template = TEMPLATE.read_text(encoding="utf-8")
-    script = hash_of(element(template, "script"))
-    style = hash_of(element(template, "style"))
+    script = hash_of(template, "script")
+    style = hash_of(template, "style")
     # in ASCII, and without the signs that end an element
-    data = json.dumps(page_data(shown, model, run), allow_nan=False, separators=(",", ":"))
+    data = json.dumps(page_data(analysis, model, run), allow_nan=False, separators=(",", ":"))
     fields = {
         "title": html.escape(one_line(title)),
         "policy": f"default-src 'none'; script-src '{script}'; style-src '{style}'",
@@ -445,16 +373,12 @@ def write_page(shown: Shown, title: str, model: Spider, run: list[str]) -> str:
     return re.sub("{{([a-z]+)}}", lambda name: fields[name[1]], template)
 
 
-def element(template: str, tag: str) -> str:
-    """Return the content of the template's element without attributes."""
+def hash_of(template: str, tag: str) -> str:
+    """Return the hash of the template's element, a script or style, for a content security
+    policy."""
     _, _, rest = template.partition(f"<{tag}>")
     content, _, _ = rest.partition(f"</{tag}>")
-    return content
-
-
-def hash_of(text: str) -> str:
-    """Return the hash of a script or style for a content security policy."""
-    return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+    return "sha256-" + base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()
 
 
 def run_facts(path: Path, saved: dict, model: nn.Module) -> list[str]:
@@ -476,40 +400,34 @@ def run_facts(path: Path, saved: dict, model: nn.Module) -> list[str]:
     return lines
 
 
-def page_data(shown: Shown, model: Spider, run: list[str]) -> dict[str, Any]:
+def page_data(analysis: Analysis, model: Spider, run: list[str]) -> dict[str, Any]:
     """Return the data that page.html draws, as plain values; bytes and segments count from 0.
 
     To keep the page small, values by byte are strings where they can be, with a digit a byte."""
-    drawn = list(characters(shown.text))
-    gates = gate_rows(shown, model.config)
-    kinds = dict.fromkeys(row.kind for row in gates)  # unique, in order
+    drawn = list(characters(analysis.text))
+    gates = gate_rows(analysis, model.config)
+    kinds = dict.fromkeys(row["kind"] for row in gates)  # unique, in order
     return {
         "run": run,
-        "facts": facts(shown),
+        "facts": facts(analysis),
         "shades": SHADES_OF,
         "names": [printable([i]) for i in range(model.config.vocab_size)],
-        "glyphs": [character.glyph for character in drawn],
-        "lengths": "".join(str(character.stop - character.start) for character in drawn),
-        "bytes": shown.text.hex(),
-        "bits": [round(bits, 2) for bits in shown.bits],
-        "likeliest": shown.likeliest.flatten().tolist(),
-        "percent": (100 * shown.shares).round().int().flatten().tolist(),
-        "ends": "".join("1" if end else "0" for end in shown.ends),
-        "first_segment": shown.segment[0],
-        "loops": shown.record.loops,
-        "load": load_rows(shown.record),
-        "gates": [row.as_data() for row in gates],
+        "glyphs": [glyph for glyph, _, _ in drawn],
+        "lengths": "".join(str(stop - start) for _, start, stop in drawn),
+        "bytes": analysis.text.hex(),
+        "bits": [round(bits, 2) for bits in analysis.bits],
+        "likeliest": analysis.likeliest.flatten().tolist(),
+        "percent": (100 * analysis.shares).round().int().flatten().tolist(),
+        "ends": "".join("1" if end else "0" for end in analysis.ends),
+        "first_segment": analysis.segment[0],
+        "loops": analysis.record.loops,
+        "load": [
+            {"name": f"{layer + 1}, {loop + 1}", "tokens": tokens.int().tolist()}
+            for (layer, loop), tokens in sorted(analysis.record.load.items())
+        ],
+        "gates": gates,
         "meanings": [(kind, MEANINGS[kind]) for kind in kinds],
     }
-
-
-def load_rows(record: Record) -> list[dict[str, Any]]:
-    """Return the tokens per expert of each visit of a layer."""
-    rows = []
-    for visit, load in sorted(record.load.items()):
-        tokens = [int(count) for count in load]
-        rows.append({"name": f"{visit.layer + 1}, {visit.loop + 1}", "tokens": tokens})
-    return rows
 
 
 def levels_of(values: Tensor, limits: tuple[float, ...]) -> str:
@@ -539,33 +457,24 @@ MEANINGS = {
 }
 
 
-class GateRow(NamedTuple):
-    """A row of the page: a gate or vote for each byte."""
-
-    name: str
-    kind: str  # key of MEANINGS
-    shades: str  # key of SHADES_OF
-    values: Tensor  # [bytes], NaN where the segment was not computed or there is no vote
-
-    def as_data(self) -> dict[str, str]:
-        return {
-            "name": self.name,
-            "kind": self.kind,
-            "shades": self.shades,
-            "levels": levels_of(self.values, SHADES_OF[self.shades]),
-        }
-
-
 def last_bytes(n: int) -> str:
     return "last 1 byte" if n == 1 else f"last {n} bytes"
 
 
-def gate_rows(shown: Shown, config: SpiderConfig) -> list[GateRow]:
-    """Return the rows of all gates and votes of Engram."""
-    record = shown.record
+def gate_rows(analysis: Analysis, config: SpiderConfig) -> list[dict[str, str]]:
+    """Return the rows of all gates and votes of Engram: their name, kind (key of MEANINGS), shades
+    (key of SHADES_OF), and the level of each byte."""
+    record = analysis.record
+    rows = []
+
+    def add(name: str, kind: str, shades: str, values: Tensor):
+        """Add the values [bytes] of a row: NaN where the segment was not computed, and where there
+        is no vote."""
+        levels = levels_of(values, SHADES_OF[shades])
+        rows.append({"name": name, "kind": kind, "shades": shades, "levels": levels})
+
     contexts = [("last", n) for n in config.engram_match_orders]
     contexts += [("word", n) for n in config.engram_match_words]
-    rows = []
     if record.byte_gates:
         gates = torch.cat(record.byte_gates)[1:]  # [bytes, orders and contexts], without BOS
         heads = [(last_bytes(n), "last n bytes") for n in config.engram_byte_orders]
@@ -573,16 +482,16 @@ def gate_rows(shown: Shown, config: SpiderConfig) -> list[GateRow]:
             for unit, n in contexts:
                 heads.append((f"{unit} {n}, in the text", f"{unit} n, in the text"))
         for (name, kind), values in zip(heads, gates.T, strict=True):
-            rows.append(GateRow(name, kind, "gates", values))
+            add(name, kind, "gates", values)
     if record.votes:
         votes = torch.cat(record.votes)[1:]  # [bytes, contexts], without BOS
         for (unit, n), values in zip(contexts, votes.T, strict=True):
-            rows.append(GateRow(f"{unit} {n}, its vote", f"{unit} n, its vote", "votes", values))
-    for visit, gate_of in sorted(record.gates.items()):
+            add(f"{unit} {n}, its vote", f"{unit} n, its vote", "votes", values)
+    for (layer, loop), gate_of in sorted(record.gates.items()):
         by_segment = torch.full((len(record.loops) + 1,), math.nan)  # one may be unfinished
         by_segment[list(gate_of)] = torch.tensor(list(gate_of.values()))
-        name = f"layer {visit.layer + 1}, loop {visit.loop + 1}"
-        rows.append(GateRow(name, "layer, loop", "gates", by_segment[shown.segment]))
+        name = f"layer {layer + 1}, loop {loop + 1}"
+        add(name, "layer, loop", "gates", by_segment[analysis.segment])
     return rows
 
 
@@ -598,10 +507,10 @@ def show(
     text, name = take_text(argument)
     directory = checkpoint if checkpoint.is_dir() else checkpoint.parent
     out = directory / "look.html" if page is None else Path(page)
-    shown = read(model, text, n_loops)
-    print("".join(in_terminal(shown, shows_colour())), flush=True)
+    analysis = read(model, text, n_loops)
+    print("".join(in_terminal(analysis, shows_colour())), flush=True)
     run = run_facts(directory / checkpoint.name, saved, model)
-    content = write_page(shown, f"{checkpoint.absolute().name} reads {name}", model, run)
+    content = write_page(analysis, f"{checkpoint.absolute().name} reads {name}", model, run)
     try:
         with durable(out, "wb") as file:
             file.write(content.encode())

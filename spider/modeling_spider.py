@@ -13,7 +13,7 @@ import re
 from copy import copy
 from dataclasses import asdict, dataclass
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -152,11 +152,6 @@ class SpiderForCausalLM(PreTrainedModel, GenerationMixin):
             raise ValueError(
                 "quantization_config is not available in Spider: model.to(torch.bfloat16) halves "
                 "its size"
-            )
-        if config._attn_implementation not in (None, "eager"):
-            raise ValueError(
-                f"attn_implementation={config._attn_implementation!r} is not available in Spider, "
-                f"which chooses its attention kernels itself: leave it out"
             )
         super().__init__(config)
         # The Trainer's label smoothing shifts labels only for classes of this list. Otherwise it
@@ -305,7 +300,11 @@ class SpiderForCausalLM(PreTrainedModel, GenerationMixin):
 
         others: what other models take, such as inputs_embeds, as None or False. Raise ValueError
         for any other value, and for a mask with holes."""
-        self._refuse(others)
+        for name in ("output_attentions", "output_hidden_states"):
+            others[name] = others.get(name) or getattr(self.config, name, None)
+        for name, value in others.items():
+            if value is not None and value is not False:
+                raise ValueError(f"{name} is not available in Spider")
         if input_ids is None:
             raise ValueError("input_ids is missing")
         check_ids("input_ids", input_ids)
@@ -322,14 +321,6 @@ class SpiderForCausalLM(PreTrainedModel, GenerationMixin):
             output = self._full_pass(input_ids, attention_mask, labels, n_loops, num_items_in_batch)
         return output.to_tuple() if return_dict is False else output
 
-    def _refuse(self, others: dict[str, Any]):
-        """Raise ValueError if a caller, or for outputs the config, asks for what Spider lacks."""
-        for name in ("output_attentions", "output_hidden_states"):
-            others[name] = others.get(name) or getattr(self.config, name, None)
-        for name, value in others.items():
-            if value is not None and value is not False:
-                raise ValueError(f"{name} is not available in Spider")
-
     def _full_pass(
         self,
         input_ids: Tensor,
@@ -339,19 +330,19 @@ class SpiderForCausalLM(PreTrainedModel, GenerationMixin):
         num_items_in_batch: Tensor | int | None,
     ) -> SpiderCausalLMOutput:
         """Compute all rows from their beginning."""
-        text = without_padding(input_ids, attention_mask)
+        ids, kept = without_padding(input_ids, attention_mask)
         shifted = None
         share: Tensor | float = 1.0
         if labels is not None:
-            share = share_of_step(labels, text.kept, num_items_in_batch)
-            has_context = F.pad(text.kept[:, :-1], (1, 0))  # the first byte has none
-            ignored = ~(text.kept & has_context) | (labels == PAD_ID)
+            share = share_of_step(labels, kept, num_items_in_batch)
+            has_context = F.pad(kept[:, :-1], (1, 0))  # the first byte has none
+            ignored = ~(kept & has_context) | (labels == PAD_ID)
             shifted = F.pad(labels.masked_fill(ignored, -100)[:, 1:], (0, 1), value=-100)
         out = self.spider(
-            text.ids.where(text.kept, PAD_ID),
+            ids.where(kept, PAD_ID),
             shifted,
             n_loops,
-            cu_seqlens=document_cu_seqlens(text.ids),
+            cu_seqlens=document_cu_seqlens(ids),
             # without labels the loss is another library's, which compares passes in both modes
             segment_noise=labels is not None,
         )
@@ -385,9 +376,8 @@ class SpiderForCausalLM(PreTrainedModel, GenerationMixin):
             )
         fed = input_ids
         if cache.get_seq_length() == 0:
-            text = without_padding(input_ids, attention_mask)
-            fed = text.ids
-            ends_with_padding = text.kept.any(1) & ~text.kept[:, -1]
+            fed, kept = without_padding(input_ids, attention_mask)
+            ends_with_padding = kept.any(1) & ~kept[:, -1]
             cache.right_padded = bool(ends_with_padding.any())
         # accelerate leaves its autocast on after training, and states have the model's own dtypes
         with torch.autocast(input_ids.device.type, enabled=False):
@@ -396,16 +386,10 @@ class SpiderForCausalLM(PreTrainedModel, GenerationMixin):
         return SpiderCausalLMOutput(None, logits, cache)
 
 
-class PaddedRows(NamedTuple):
-    """Rows whose padding does not affect their text."""
-
-    kept: Tensor  # bool [B, T], what is not padding
-    ids: Tensor  # int64 [B, T]
-
-
-def without_padding(input_ids: Tensor, attention_mask: Tensor | None) -> PaddedRows:
+def without_padding(input_ids: Tensor, attention_mask: Tensor | None) -> tuple[Tensor, Tensor]:
     """Tell text from padding, which is where the mask [B, T] is 0, and PAD at the ends of rows.
 
+    Returns ids [B, T] whose padding does not affect the text, and what is not padding, bool [B, T].
     Left padding becomes a document of its own, PAD ... EOS, after which the text starts another
     one. A row without any text ends with BOS, as an empty prompt does. Right padding stays, since
     causal layers never see it. Raise ValueError for a mask with holes."""
@@ -422,7 +406,7 @@ def without_padding(input_ids: Tensor, attention_mask: Tensor | None) -> PaddedR
     kept[:, -1] |= empty
     ids = input_ids.masked_fill(last_in_front, EOS_ID)
     ids[:, -1].masked_fill_(empty, BOS_ID)
-    return PaddedRows(kept, ids)
+    return ids, kept
 
 
 def check_mask(attention_mask: Tensor, input_ids: Tensor):
@@ -441,7 +425,7 @@ def share_of_step(
     labels: Tensor, kept: Tensor, num_items_in_batch: Tensor | int | None
 ) -> Tensor | float:
     """Return the share of a pass's labels [B, T], not shifted, in num_items_in_batch, those of all
-    passes of an optimizer step; 1 if the Trainer does not give it. kept: see PaddedRows.
+    passes of an optimizer step; 1 if the Trainer does not give it. kept: see without_padding.
 
     The Trainer adds up the losses of the passes, so each is weighted by its share. Labels are
     counted as the Trainer counts them: then the shares add up to 1. So the terms that are means

@@ -22,6 +22,8 @@ from spider.distributed import World
 from spider.layers import cast_weights_once
 from spider.vocabulary import IGNORED, PAD_ID
 
+EVAL_BYTES = 8192  # minimum bytes per evaluation batch; larger ones fit without gradients
+
 
 class Reading(NamedTuple):
     """What a model made of one batch. Each value is a scalar on the device."""

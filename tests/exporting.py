@@ -1,12 +1,9 @@
 """A checkpoint, its export and what is loaded from it, for test_export.py and test_adapter.py."""
 
-import sys
-import time
 from dataclasses import asdict
 from pathlib import Path
 
 import pytest
-import safetensors.torch
 import torch
 
 import sample
@@ -41,17 +38,6 @@ def exported(checkpoint, tmp_path_factory) -> Path:
 def spider(checkpoint) -> Spider:
     _, saved = read_checkpoint(str(checkpoint), Spider)
     return decoder_of(saved, torch.device("cpu"), Spider)
-
-
-def export_without_end(checkpoint: str, directory: str):
-    """Export until a signal comes: half of the weights are written."""
-
-    def write_half(weights, path, metadata):
-        path.write_bytes(b"half")
-        time.sleep(3600)
-
-    safetensors.torch.save_file = write_half
-    sys.exit(sample.main([checkpoint, "--export", directory]))
 
 
 def load_model(directory, **settings):

@@ -24,11 +24,6 @@ def continuation(model, ids: list[int], n: int = 12, **settings) -> list[int]:
     return written[0, len(ids) :].tolist()
 
 
-def shifted(labels: torch.Tensor) -> torch.Tensor:
-    """Return the labels that Spider's own forward takes."""
-    return torch.cat((labels[:, 1:], torch.full((len(labels), 1), -100)), dim=1)
-
-
 def adapter(**changes):
     """The project's own class, in training mode, whose weights are awake."""
     from spider.modeling_spider import SpiderForCausalLM, SpiderHFConfig
@@ -43,16 +38,18 @@ def adapter(**changes):
 # Logits and losses
 
 
-def test_logits_and_loss_are_spiders_own_and_labels_are_shifted_inside(model, spider):
+@pytest.mark.parametrize("training", (False, True))
+def test_logits_and_losses_are_spiders_own_and_labels_are_shifted_inside(training):
+    model = adapter().train(training)
     ids = text(2, 40)
     labels = ids.clone()
     labels[0, 5:9] = -100
-    expected = spider(ids, shifted(labels), 3)
+    shifted = torch.cat((labels[:, 1:], torch.full((2, 1), -100)), dim=1)
+    expected = model.spider(ids, shifted)
     found = model(ids, labels=labels)
     assert torch.equal(found.logits, expected.logits)
     assert torch.equal(found.nats_per_byte, expected.nats_per_byte)
-    assert torch.equal(found.loss, found.nats_per_byte)
-    assert not torch.equal(model(ids, labels=ids).loss, found.loss)
+    assert torch.equal(found.loss, expected.loss if training else expected.nats_per_byte)
 
 
 def test_forward_takes_the_arguments_of_transformers(model, spider):
@@ -61,8 +58,8 @@ def test_forward_takes_the_arguments_of_transformers(model, spider):
     assert out.loss is None and out.cache is None
     assert torch.equal(model(ids, return_dict=False)[0], out.logits)
     assert torch.equal(model(ids, n_loops=1).logits, spider(ids, n_loops=1).logits)
-    with pytest.raises(ValueError, match="labels: the loss needs a full pass"):
-        model(ids, labels=ids, use_cache=True)
+    nothing = dict(inputs_embeds=None, past_key_values=None, output_attentions=False)
+    assert torch.equal(model(ids, **nothing).logits, out.logits)
 
 
 def test_without_labels_training_mode_computes_the_logits_of_evaluation(exported):
@@ -76,16 +73,6 @@ def test_without_labels_training_mode_computes_the_logits_of_evaluation(exported
     assert torch.equal(product, model.eval()(ids).logits)
     model.forward = lambda *_: None  # as TRL and accelerate replace it
     assert torch.equal(product, model.base_model(ids).logits)
-
-
-def test_loss_of_training_mode_is_spiders_own():
-    model = adapter()
-    ids = text(2, 40)
-    expected = model.spider(ids, shifted(ids))
-    found = model(ids, labels=ids)
-    assert torch.equal(found.loss, expected.loss)
-    assert torch.equal(found.nats_per_byte, expected.nats_per_byte)
-    assert found.loss > found.nats_per_byte
 
 
 # --------------------------------------------------------------------------------------------------
@@ -153,12 +140,6 @@ def test_a_label_of_pad_within_a_row_is_ignored(model):
     ids = torch.tensor([[BOS_ID, *b"abc", PAD_ID, *b"def"]])
     labels = ids.masked_fill(ids == PAD_ID, -100)
     torch.testing.assert_close(model(ids, labels=ids).loss, model(ids, labels=labels).loss)
-
-
-@pytest.mark.parametrize("row", ([1, 0, 1, 1], [1, 1, 1]))
-def test_a_mask_with_holes_or_another_shape_is_refused(model, row):
-    with pytest.raises(ValueError, match="attention_mask must have the shape of input_ids"):
-        model(text(1, 4), attention_mask=torch.tensor([row]))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -254,52 +235,40 @@ def test_an_empty_prompt_is_the_beginning_of_a_document(model, tokenizer):
 # --------------------------------------------------------------------------------------------------
 # What is refused
 
-
-def test_arguments_of_other_models_are_accepted_only_if_they_ask_for_nothing(model):
-    ids = text(1, 8)
-    nothing = dict(inputs_embeds=None, past_key_values=None, output_attentions=False)
-    assert torch.equal(model(ids, **nothing).logits, model(ids).logits)
-    for name, value in (
-        ("inputs_embeds", torch.ones(1, 8, 32)),
-        ("output_hidden_states", True),
-        ("cache", transformers.DynamicCache()),
-    ):
-        with pytest.raises(ValueError, match=name):
-            model(ids, **{name: value})
-    with pytest.raises(ValueError, match="input_ids"):
-        model()
+IDS = text(1, 8)
+SHORT = dict(max_new_tokens=2, return_dict_in_generate=True)
 
 
-def test_generate_refuses_what_the_model_lacks(model):
-    for name, value in (
-        ("output_hidden_states", True),
-        ("output_attentions", True),
-        ("cache", transformers.DynamicCache()),
-    ):
-        with pytest.raises(ValueError, match=name):
-            model.generate(
-                text(1, 8), max_new_tokens=2, return_dict_in_generate=True, **{name: value}
-            )
-    with pytest.raises(ValueError, match="not supported with stateful models"):
+@pytest.mark.parametrize(
+    "call, words",
+    (
+        (lambda it: it(), "input_ids is missing"),
+        (lambda it: it(IDS, inputs_embeds=torch.ones(1, 8, 32)), "inputs_embeds is not available"),
+        (lambda it: it(IDS, output_hidden_states=True), "output_hidden_states is not available"),
+        (lambda it: it(IDS, cache=transformers.DynamicCache()), "cache must be the cache"),
+        (lambda it: it(IDS, labels=IDS, use_cache=True), "labels: the loss needs a full pass"),
+        (lambda it: it(IDS, n_loops=0), "n_loops must be at least 1"),
+        (lambda it: it(IDS, n_loops=0, use_cache=True), "n_loops must be at least 1"),
+        (lambda it: it(IDS, attention_mask=torch.tensor([[1, 0] + [1] * 6])), "contiguous ones"),
+        (lambda it: it(IDS, attention_mask=torch.ones(1, 7)), "the shape of input_ids"),
+        (lambda it: it.generate(IDS, output_hidden_states=True, **SHORT), "output_hidden_states"),
+        (lambda it: it.generate(IDS, output_attentions=True, **SHORT), "output_attentions"),
+        (lambda it: it.generate(IDS, cache=transformers.DynamicCache(), **SHORT), "cache must be"),
         # a state cannot be rolled back
-        continuation(model, [BOS_ID, *b"abcabcabc"], prompt_lookup_num_tokens=2)
+        (lambda it: it.generate(IDS, prompt_lookup_num_tokens=2), "with stateful models"),
+        (lambda it: it.resize_token_embeddings(300), r"pass len\(tokenizer\)"),
+    ),
+)
+def test_what_the_model_lacks_is_refused_by_name(model, call, words):
+    with pytest.raises(ValueError, match=words):
+        call(model)
 
 
-def test_the_vocabulary_keeps_its_size_and_loops_begin_at_one(model, tokenizer):
+def test_the_vocabulary_keeps_its_size(model, tokenizer):
     model.resize_token_embeddings(len(tokenizer))
     # as TRL's clone_chat_template and PEFT's AutoPeftModel read it
     assert model.vocab_size == tokenizer.vocab_size == len(tokenizer.vocab) == 272
     assert len(model.get_input_embeddings().weight) == 272
-    with pytest.raises(ValueError, match="pass len.tokenizer."):
-        model.resize_token_embeddings(300)
-    for use_cache in (False, True):
-        with pytest.raises(ValueError, match="n_loops must be at least 1"):
-            model(text(1, 4), n_loops=0, use_cache=use_cache)
-
-
-def test_other_attention_is_refused_when_a_model_is_loaded(exported):
-    with pytest.raises(ValueError, match="attn_implementation='sdpa' is not available in Spider"):
-        load_model(exported, attn_implementation="sdpa")
 
 
 @pytest.mark.slow
@@ -488,8 +457,9 @@ def test_an_evaluation_reports_cross_entropy_and_passes_logits_alone(exported, t
 NAMED = "q_a_proj q_b_proj kv_a_proj kv_b_proj o_proj gate_up_proj down_proj".split()
 
 
-@pytest.mark.parametrize("checkpointing", (False, True))
-@pytest.mark.parametrize("targets", ("all-linear", NAMED), ids=("all", "named"))
+@pytest.mark.parametrize(
+    "targets, checkpointing", (("all-linear", False), (NAMED, True)), ids=("all", "named")
+)
 def test_lora_trains_saves_and_loads_by_the_standard_task_type(
     exported, tokenizer, tmp_path, targets, checkpointing
 ):
@@ -677,61 +647,37 @@ DOCUMENTS = [
 ]
 
 
-@pytest.fixture
-def harness(exported, tmp_path):
-    """Evaluate the export by lm-evaluation-harness on a task of DOCUMENTS, given its YAML."""
+def test_lm_evaluation_harness_measures_bits_per_byte(exported, model, tmp_path):
     pytest.importorskip("lm_eval")
     from lm_eval import simple_evaluate
     from lm_eval.models.huggingface import HFLM
     from lm_eval.tasks import TaskManager
 
-    def evaluate(task: str) -> dict:
-        lines = [json.dumps(document) for document in DOCUMENTS]
-        (tmp_path / "documents.jsonl").write_text("\n".join(lines))
-        (tmp_path / "task.yaml").write_text(
-            f"task: local\ndataset_path: json\ntest_split: test\n"
-            f"dataset_kwargs:\n  data_files:\n    test: {tmp_path}/documents.jsonl\n{task}"
-        )
-        return simple_evaluate(
-            model=HFLM(str(exported), trust_remote_code=True, device="cpu", batch_size=3),
-            tasks=["local"],
-            bootstrap_iters=0,
-            task_manager=TaskManager(include_path=str(tmp_path), include_defaults=False),
-        )
-
-    return evaluate
-
-
-def test_lm_evaluation_harness_measures_bits_per_byte(harness, model):
-    found = harness(
-        """
+    texts = ("abc def gh", "é漢🕸", "dd e")
+    lines = [json.dumps(dict(text=text)) for text in texts]
+    (tmp_path / "documents.jsonl").write_text("\n".join(lines))
+    (tmp_path / "task.yaml").write_text(
+        f"""
+task: local
+dataset_path: json
+test_split: test
+dataset_kwargs:
+  data_files:
+    test: {tmp_path}/documents.jsonl
 output_type: loglikelihood_rolling
 doc_to_text: ''
-doc_to_target: '{{text}}'
+doc_to_target: '{{{{text}}}}'
 metric_list:
 - metric: bits_per_byte
 """
     )
-    texts = [list(document["text"].encode()) for document in DOCUMENTS]
-    bits = sum(nats(model, [BOS_ID], ids) for ids in texts) / math.log(2)
-    bits_per_byte = bits / sum(map(len, texts))
-    assert found["results"]["local"]["bits_per_byte,none"] == pytest.approx(bits_per_byte, rel=1e-4)
-
-
-def test_lm_evaluation_harness_scores_each_answer_after_its_text(harness, model):
-    found = harness(
-        """
-output_type: multiple_choice
-doc_to_text: '{{text}}'
-doc_to_choice: choices
-doc_to_target: gold
-metric_list:
-- metric: acc
-"""
+    found = simple_evaluate(
+        model=HFLM(str(exported), trust_remote_code=True, device="cpu", batch_size=3),
+        tasks=["local"],
+        bootstrap_iters=0,
+        task_manager=TaskManager(include_path=str(tmp_path), include_defaults=False),
     )
-    samples = sorted(found["samples"]["local"], key=lambda sample: sample["doc_id"])
-    for document, sample in zip(DOCUMENTS, samples, strict=True):
-        context = list(document["text"].encode())
-        costs = [nats(model, context, list(f" {c}".encode())) for c in document["choices"]]
-        logged = [-log_likelihood for log_likelihood, _ in sample["filtered_resps"]]
-        assert logged == pytest.approx(costs, rel=1e-4)
+    documents = [list(text.encode()) for text in texts]
+    bits = sum(nats(model, [BOS_ID], ids) for ids in documents) / math.log(2)
+    bits_per_byte = bits / sum(map(len, documents))
+    assert found["results"]["local"]["bits_per_byte,none"] == pytest.approx(bits_per_byte, rel=1e-4)

@@ -4,10 +4,8 @@ without trust."""
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -19,7 +17,6 @@ import sample
 from conftest import ROOT, final_state, refused, text
 from exporting import (
     checkpoint,
-    export_without_end,
     exported,
     load_model,
     load_tokenizer,
@@ -27,10 +24,9 @@ from exporting import (
     spider,
     tokenizer,
 )
-from jobs import LIMIT, until
 from spider import export
 from spider.checkpoint import load_checkpoint
-from spider.common import LIMITS
+from spider.common import LIMITS, locked
 from spider.export import flat_modules
 from train import command_line
 
@@ -161,36 +157,26 @@ def test_a_model_that_transformers_saves_and_loads_again_is_the_same(model, toke
         assert torch.equal(weight, model.state_dict()[f"spider.{name}"])
 
 
-def test_an_export_can_be_written_in_a_thread(checkpoint, tmp_path, capsys):
-    argv = [str(checkpoint), "--export", str(tmp_path / "export")]
-    with ThreadPoolExecutor() as threads:
-        assert threads.submit(sample.main, argv).result() == 0
-    size = sum(file.stat().st_size for file in (tmp_path / "export").iterdir())
-    assert f": {size:,} bytes" in capsys.readouterr().err
-
-
-def test_handlers_of_signals_are_restored_after_an_export():
-    before = signal.signal(signal.SIGTERM, print)
-    with export.exit_on_signals():
-        assert signal.getsignal(signal.SIGTERM) is not print
-    assert signal.signal(signal.SIGTERM, before) is print
-
-
 def test_an_export_replaces_nothing(checkpoint, exported, tmp_path, capsys):
     (tmp_path / "full").mkdir()
-    file = tmp_path / "full" / "mine.txt"
-    file.write_text("x")
-    for target in (tmp_path / "full", file, exported):
-        line = refusal(capsys, checkpoint, "--export", target)
-        assert "exists and is not an empty directory" in line
-    line = refusal(capsys, exported, "--export", tmp_path / "x")
-    assert "--export needs a checkpoint" in line
+    (tmp_path / "full" / "mine.txt").write_text("x")
+    os.mkfifo(tmp_path / "pipe")
+    for origin, target, remedy in (
+        (checkpoint, tmp_path / "full", "exists and is not an empty directory: use another name"),
+        (checkpoint, tmp_path / "pipe", "exists and is not an empty directory"),
+        (exported, tmp_path / "new", "--export needs a checkpoint of a training run"),
+    ):
+        assert remedy in refusal(capsys, origin, "--export", target)
+    assert sorted(os.listdir(tmp_path)) == ["full", "pipe"]
 
 
 def test_a_failed_export_leaves_nothing_and_can_be_repeated(
     checkpoint, tmp_path, monkeypatch, capsys
 ):
+    written = []
+
     def fail(weights, path, metadata):
+        written.append(path)
         path.write_bytes(b"half")
         raise SafetensorError("No space left on device")
 
@@ -201,44 +187,18 @@ def test_a_failed_export_leaves_nothing_and_can_be_repeated(
             line = refusal(capsys, checkpoint, "--export", tmp_path / name)
             assert f"{name} cannot be written: No space left on device" in line
     assert os.listdir(tmp_path) == ["empty"] and not os.listdir(tmp_path / "empty")
-    assert sample.main([str(checkpoint), "--export", str(tmp_path / "empty")]) == 0
 
-
-@pytest.mark.parametrize(
-    "number, status",
-    (
-        (signal.SIGKILL, -9),
-        (signal.SIGTERM, 128 + 15),
-        (signal.SIGHUP, 128 + 1),
-        (signal.SIGINT, 130),
-    ),
-)
-def test_a_killed_export_leaves_nothing_or_what_the_next_one_deletes(
-    checkpoint, tmp_path, processes, capsys, number, status
-):
-    target = tmp_path / "out"
-    # directories and links of others, which stay
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "kept.txt").write_text("x")
-    (tmp_path / ".out.abcdefgh").mkdir()
-    (tmp_path / ".out.b.abcdefgh.unfinished-export").mkdir()
-    (tmp_path / ".out.abcdefgh.unfinished-export").symlink_to("mine")
-    others = set(os.listdir(tmp_path))
-    first = processes.Process(
-        target=export_without_end, args=(str(checkpoint), str(target)), daemon=True
-    )
-    first.start()
-    until(lambda: [*tmp_path.glob(".out.*/export/model.safetensors")])
-    line = refusal(capsys, checkpoint, "--export", target)
-    assert f"{target}: another process is using it" in line
-    os.kill(first.pid, number)
-    first.join(LIMIT)
-    assert first.exitcode == status
-    leaves_nothing = set(os.listdir(tmp_path)) == others
-    assert leaves_nothing == (number != signal.SIGKILL)
-    assert sample.main([str(checkpoint), "--export", str(target)]) == 0
-    assert set(os.listdir(tmp_path)) == others | {"out"}
-    assert (tmp_path / "mine" / "kept.txt").exists()
+    left = written[0].parent  # as if the process had been killed
+    left.mkdir()
+    (left / "model.safetensors").write_bytes(b"half")
+    argv = [checkpoint, "--export", tmp_path / "empty"]
+    with locked(tmp_path / "empty", tmp_path / ".empty.lock"):
+        assert "another process is using it" in refusal(capsys, *argv)
+        assert os.listdir(left)
+    assert sample.main([*map(str, argv)]) == 0
+    assert os.listdir(tmp_path) == ["empty"]
+    size = sum(file.stat().st_size for file in (tmp_path / "empty").iterdir())
+    assert f": {size:,} bytes" in capsys.readouterr().err
 
 
 def test_the_model_card_has_facts_and_foreign_text_as_json_alone(checkpoint, tmp_path, capsys):
@@ -403,97 +363,90 @@ def test_weights_in_several_files_are_read_by_their_index(exported, in_several_f
     assert command_line(resuming(tmp_path, in_several_files, "--reset_steps")) == 0
 
 
+def edit_json(path: Path, keys: str, value: object):
+    """Set a value of a JSON file by its keys from the outermost on, with / between."""
+    content = json.loads(path.read_text())
+    *outer, last = keys.split("/")
+    inner = content
+    for key in outer:
+        inner = inner[key]
+    inner[last] = value
+    path.write_text(json.dumps(content))
+
+
 @pytest.mark.parametrize(
     "name", ("../shards/model-00001-of-00002.safetensors", "absolute", "config.json", 3)
 )
 def test_an_index_names_only_weights_of_its_directory(exported, in_several_files, capsys, name):
     if name == "absolute":
         name = str(exported / "model.safetensors")
-    edit_json(
-        in_several_files / "model.safetensors.index.json",
-        {("weight_map", "spider.null_segment"): name},
-    )
+    index = in_several_files / "model.safetensors.index.json"
+    edit_json(index, "weight_map/spider.null_segment", name)
     assert "can be read safely" in refusal(capsys, in_several_files, "--prompt", "a")
     shutil.copy(exported / "model.safetensors", in_several_files)  # then no index counts
     assert load_checkpoint(in_several_files)["step"] == 6
 
 
-def edit_json(path: Path, values: dict[tuple[str, ...], object]):
-    """Set values of a JSON file by their keys from the outermost on."""
-    content = json.loads(path.read_text())
-    for (*outer, key), value in values.items():
-        inner = content
-        for name in outer:
-            inner = inner[name]
-        inner[key] = value
-    path.write_text(json.dumps(content))
+def in_config(keys: str, value: object):
+    """Return a function that sets a value of an export's config.json."""
+    return lambda directory: edit_json(directory / "config.json", keys, value)
 
 
-@pytest.fixture
-def copy(exported, tmp_path) -> Path:
-    """A copy of an export, to be spoilt."""
-    return shutil.copytree(exported, tmp_path / "copy")
+def config_of(content: str):
+    """Return a function that replaces an export's config.json."""
+    return lambda directory: (directory / "config.json").write_text(content)
 
 
-def assert_refused(directory: Path, tmp_path, capsys):
-    assert str(directory) in refused(resuming(tmp_path, directory, "--reset_steps"), capsys)
+def with_weight(name: str, weight: torch.Tensor | None):
+    """Return a function that sets a weight of an export, or deletes it."""
+
+    def spoil(directory: Path):
+        path = directory / "model.safetensors"
+        weights = load_file(path) | {name: weight}
+        save_file({name: w for name, w in weights.items() if w is not None}, path)
+
+    return spoil
 
 
-@pytest.mark.parametrize(
-    "keys, value",
-    (
-        ("n_loops", 1 << 40),
-        ("n_loops", 0),
-        ("spider", None),
-        ("spider.code", "x"),  # no field of it
-        ("spider.hidden_size", 48),
-        ("spider.hidden_size", 1 << 40),
-        ("training", 3),
-        ("training.step", -1),
-        ("training.flags.seq_len", "32"),
-        ("training.flags.eval_tokens", 1 << 70),
-    ),
-)
-def test_an_export_with_a_bad_value_in_its_config_is_refused(copy, tmp_path, capsys, keys, value):
-    edit_json(copy / "config.json", {tuple(keys.split(".")): value})
-    assert_refused(copy, tmp_path, capsys)
+def pipe_instead_of(name: str):
+    """Return a function that replaces a file of an export by a pipe."""
 
+    def spoil(directory: Path):
+        (directory / name).unlink()
+        os.mkfifo(directory / name)
 
-@pytest.mark.parametrize("content", ("no JSON", "[]", "{}", "[" * 100_000), ids=lambda it: it[:9])
-def test_an_export_whose_config_is_no_models_is_refused(copy, tmp_path, capsys, content):
-    (copy / "config.json").write_text(content)
-    assert_refused(copy, tmp_path, capsys)
-
-
-def test_an_export_whose_config_is_too_long_is_refused(copy, tmp_path, monkeypatch, capsys):
-    monkeypatch.setitem(LIMITS, "JSON file", 100)
-    assert_refused(copy, tmp_path, capsys)
+    return spoil
 
 
 @pytest.mark.parametrize(
-    "weights",
+    "spoil",
     (
-        {"spider.null_segment": torch.ones(32, dtype=torch.bool)},
-        {"spider.null_segment": torch.ones(33)},
-        {"spider.null_segment": None},
-        {"more": torch.ones(2)},
+        in_config("n_loops", 1 << 40),
+        in_config("n_loops", 0),
+        in_config("spider", None),
+        in_config("spider/code", "x"),  # no field of it
+        in_config("spider/hidden_size", 48),
+        in_config("spider/hidden_size", 1 << 40),
+        in_config("training", 3),
+        in_config("training/step", -1),
+        in_config("training/flags/seq_len", "32"),
+        in_config("training/flags/eval_tokens", 1 << 70),
+        *(config_of(content) for content in ("no JSON", "[]", "{}", "[" * 100_000)),
+        config_of("{}" + " " * LIMITS["JSON file"]),
+        with_weight("spider.null_segment", torch.ones(32, dtype=torch.bool)),
+        with_weight("spider.null_segment", torch.ones(33)),
+        with_weight("spider.null_segment", None),
+        with_weight("more", torch.ones(2)),
+        lambda directory: os.truncate(directory / "config.json", 900),
+        lambda directory: os.truncate(directory / "model.safetensors", 900),
+        lambda directory: (directory / "config.json").unlink(),
+        lambda directory: (directory / "model.safetensors").unlink(),
+        pipe_instead_of("config.json"),
+        pipe_instead_of("model.safetensors"),
     ),
-    ids=("another dtype", "another shape", "missing", "unknown"),
 )
-def test_an_export_with_other_weights_is_refused(copy, tmp_path, capsys, weights):
-    path = copy / "model.safetensors"
-    changed = load_file(path) | weights
-    save_file({name: weight for name, weight in changed.items() if weight is not None}, path)
-    assert_refused(copy, tmp_path, capsys)
-
-
-@pytest.mark.parametrize("name", ("config.json", "model.safetensors"))
-def test_an_export_with_a_file_cut_off_or_missing_or_a_pipe_is_refused(
-    copy, tmp_path, capsys, name
-):
-    os.truncate(copy / name, 900)
-    assert_refused(copy, tmp_path, capsys)
-    (copy / name).unlink()
-    assert_refused(copy, tmp_path, capsys)
-    os.mkfifo(copy / name)
-    assert_refused(copy, tmp_path, capsys)
+def test_a_spoilt_export_is_refused_in_a_line(exported, tmp_path, capsys, spoil):
+    directory = shutil.copytree(exported, tmp_path / "copy")
+    spoil(directory)
+    line = refused(resuming(tmp_path, directory, "--reset_steps"), capsys)
+    assert str(directory) in line

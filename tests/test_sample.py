@@ -9,7 +9,6 @@ import os
 import pty
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import termios
@@ -22,7 +21,7 @@ import torch
 
 import sample
 import spider_model
-from conftest import ROOT, contents, final_state, metrics, refused
+from conftest import ROOT, final_state, metrics, refused
 from spider.common import LIMITS
 from spider.inference import count_characters, decoder_of, read_checkpoint
 from spider_model import Spider
@@ -31,21 +30,10 @@ from tokenizer import BOS_ID, EOS_ID
 CPU = torch.device("cpu")
 
 
-def run_sample(capsys, *argv) -> str:
-    """Run sample.py; return what it prints on stdout."""
+def run_sample(capsys, *argv):
+    """Run sample.py; return what it prints as `out` and `err`."""
     assert sample.main([*map(str, argv)]) == 0
-    return capsys.readouterr().out
-
-
-def logged(capsys, *argv) -> str:
-    """Run sample.py; return what it prints on stderr."""
-    assert sample.main([*map(str, argv)]) == 0
-    return capsys.readouterr().err
-
-
-def refusal(capsys, *argv) -> str:
-    """Run sample.py, which must fail; return its error."""
-    return refused(argv, capsys, program="sample.py", main=sample.main)
+    return capsys.readouterr()
 
 
 @pytest.fixture
@@ -92,7 +80,7 @@ def test_a_directory_stands_for_its_newest_intact_checkpoint(trained, tmp_path, 
         shutil.copy(trained / f"spider-step{step}.pt", tmp_path)
     os.truncate(tmp_path / "spider-step3.pt", 9000)
     second = tmp_path / "spider-step2.pt"
-    err = logged(capsys, tmp_path, "--prompt", "", "--bytes", "1")
+    err = run_sample(capsys, tmp_path, "--prompt", "", "--bytes", "1").err
     assert f"{second}: the newest checkpoint in {tmp_path}, step 2\n" in err
     model = decoder_of(read_checkpoint(str(tmp_path), Spider)[1], CPU, Spider)
     assert torch.equal(
@@ -107,7 +95,7 @@ def test_a_loaded_model_logs_the_backend_that_auto_chooses(trained, monkeypatch,
     monkeypatch.setattr(spider_model, "resolve_backend", resolve_backend)
     model = decoder_of(read_checkpoint(str(trained), Spider)[1], CPU, Spider)
     assert model.core.layers[0].moe.backend == "loop"
-    assert "auto on cpu" in logged(capsys, trained, "--prompt", "a", "--bytes", "1")
+    assert "auto on cpu" in run_sample(capsys, trained, "--prompt", "a", "--bytes", "1").err
 
 
 def test_control_characters_are_escaped_unless_raw(trained, writes, capsysbinary):
@@ -122,14 +110,23 @@ def test_control_characters_are_escaped_unless_raw(trained, writes, capsysbinary
     )
 
 
-def test_text_is_streamed_as_whole_characters(trained, writes, capsysbinary):
-    seen = []
+@pytest.mark.parametrize(
+    "stop, seen",
+    (
+        ([], ["", "", *["é"] * 3, *["é漢"] * 4, "é漢🕸", "é漢🕸\n", "é漢🕸\n"]),
+        # as many bytes as may belong to a stop text are held back
+        (["no", "stop"], [*[""] * 5, *["é"] * 3, *["é漢"] * 4]),
+    ),
+    ids=("no stop text", "stop texts"),
+)
+def test_text_is_streamed_as_whole_characters(trained, writes, capsysbinary, stop, seen):
+    found = []
     writes(
         columns_of("é漢🕸\n".encode() + b"\xc3x"),
-        lambda: seen.append(sys.stdout.buffer.getvalue().decode()),
+        lambda: found.append(sys.stdout.buffer.getvalue().decode()),
     )
-    assert sample.main([str(trained), "--prompt", ""]) == 0
-    assert seen == ["", "", *["é"] * 3, *["é漢"] * 4, "é漢🕸", "é漢🕸\n", "é漢🕸\n"]
+    assert sample.main([str(trained), "--prompt", "", *(f"--stop={text}" for text in stop)]) == 0
+    assert found == seen
     assert capsysbinary.readouterr().out.decode() == "é漢🕸\n\ufffdx\n"
 
 
@@ -187,7 +184,7 @@ def test_standard_input_is_continued_like_a_prompt(trained, tmp_path, monkeypatc
 def test_samples_are_drawn_by_the_seed_and_printed_in_turn(trained, capsys):
     def samples(flags: str = "") -> list[str]:
         argv = "--prompt ab --bytes 30 --temperature 3 --samples 3 " + flags
-        out = run_sample(capsys, trained, *argv.split())
+        out = run_sample(capsys, trained, *argv.split()).out
         texts = re.split("--- . of 3\n", out)
         assert texts.pop(0) == "" and out.count("---") == 3
         assert all(text.startswith("ab") for text in texts)
@@ -236,24 +233,13 @@ def test_a_sample_ends_before_the_first_stop_text(trained, writes, capsys, text,
     writes(columns_of(text.encode()))
     flags = [f"--stop={stop}" for stop in stops]
     # a stop text in the prompt ends nothing
-    assert run_sample(capsys, trained, "--prompt", text, *flags) == f"{text}{expected}\n"
-
-
-def test_bytes_that_may_begin_a_stop_text_are_held_back(trained, writes, capsysbinary):
-    seen = []
-    writes(
-        columns_of("a\nb\n\né!".encode() + b"\xc3x"),
-        lambda: seen.append(sys.stdout.buffer.getvalue().decode()),
-    )
-    assert sample.main([str(trained), "--prompt", "", "--stop", "\n\n\n", "--stop", "é?"]) == 0
-    assert seen == ["", "a", "a", "a\nb", "a\nb", "a\nb", *["a\nb\n\n"] * 2, *["a\nb\n\né!"] * 2]
-    assert capsysbinary.readouterr().out.decode() == "a\nb\n\né!\ufffdx\n"
+    assert run_sample(capsys, trained, "--prompt", text, *flags).out == f"{text}{expected}\n"
 
 
 def test_each_sample_ends_at_its_own_stop_text_or_eos(trained, writes, capsys):
     dot = ord(".")
     taken = writes([[97, dot, 97], [dot, 99, 98], [100, 100, None], [101, dot, None]])
-    out = run_sample(capsys, trained, "--prompt", "x", "--samples", "3", "--stop", ".")
+    out = run_sample(capsys, trained, "--prompt", "x", "--samples", "3", "--stop", ".").out
     assert out == "--- 1 of 3\nxa\n--- 2 of 3\nx\n--- 3 of 3\nxab\n"
     assert len(taken) == 3  # until all have ended
 
@@ -274,7 +260,7 @@ def test_a_better_checkpoint_than_the_newest_is_named(trained, tmp_path, capsys)
         torch.save(saved | dict(val_loss=loss, best_loss=best), tmp_path / f"spider-step{step}.pt")
 
     def lines(*flags) -> str:
-        return logged(capsys, tmp_path, "--prompt", "", "--bytes", "1", *flags)
+        return run_sample(capsys, tmp_path, "--prompt", "", "--bytes", "1", *flags).err
 
     save(1, loss=1.25, best=1.25)
     save(2, loss=2.0, best=1.25)
@@ -438,58 +424,84 @@ def test_characters_are_counted_across_pieces():
         assert count_characters(pieces, special=True) == 4
 
 
-def test_texts_that_cannot_be_scored_are_refused(trained, tmp_path, capsys):
-    (tmp_path / "empty.txt").write_text("")
-    (tmp_path / "no.jsonl").write_text('{"a": 1}\n')
-    (tmp_path / "bare").mkdir()
-    np.array([97], "<u2").tofile(tmp_path / "one.bin")
-    np.array([97, 300], "<u2").tofile(tmp_path / "odd.bin")
-    for name in ("gone.txt", "empty.txt", "no.jsonl", "bare", "one.bin", "odd.bin"):
-        assert name in refusal(capsys, trained, "--eval", tmp_path / name)
-
-
-def test_a_terminated_evaluation_leaves_no_json(trained, tmp_path, monkeypatch):
-    def forward(*_, **__):
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    (tmp_path / "a.txt").write_text("abc")
-    monkeypatch.setattr(Spider, "forward", forward)
-    with pytest.raises(SystemExit):
-        sample.main([str(trained), "--eval", f"{tmp_path}/a.txt", "--json", f"{tmp_path}/out"])
-    assert os.listdir(tmp_path) == ["a.txt"]
-
-
-def test_a_json_path_that_cannot_be_written_is_refused_before_the_work(tmp_path, capsys):
-    (tmp_path / "a.txt").write_text("abc")
-    argv = ["no checkpoint", "--eval", tmp_path / "a.txt"]
-    assert "no checkpoint" in refusal(capsys, *argv)
-    for out, reason in (
-        (tmp_path / "no" / "out", "No such file"),
-        (tmp_path, "not a regular"),
-        ("/dev/null", "not a regular"),
-    ):
-        assert f"error: {out}: {reason}" in refusal(capsys, *argv, "--json", out)
-
-
 # --------------------------------------------------------------------------------------------------
 # Refusals
 
 
-def test_what_is_no_checkpoint_is_named(tmp_path, monkeypatch, capsys):
+@pytest.fixture
+def files(trained, tmp_path, monkeypatch) -> Path:
+    """A working directory with a trained model and files of all kinds."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run").symlink_to(trained)
+    (tmp_path / "a.txt").write_text("abc")
     (tmp_path / "text.pt").write_text("no checkpoint")
     (tmp_path / "empty").mkdir()
-    for name in ("text.pt", "empty", "gone.pt"):
-        assert name in refusal(capsys, tmp_path / name)
-    assert "a\\x1b[2J\\nb" in refusal(capsys, tmp_path / "a\x1b[2J\nb")
+    (tmp_path / "empty.txt").write_text("")
+    (tmp_path / "no.jsonl").write_text('{"a": 1}\n')
+    np.array([97], "<u2").tofile(tmp_path / "one.bin")
+    np.array([97, 300], "<u2").tofile(tmp_path / "odd.bin")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    "argv, remedy",
+    (
+        # flags
+        ("run --eval a.txt --show abc", "--show: not allowed with argument --eval"),
+        ("run --show abc --json out", "--json needs --eval"),
+        ("run --eval a.txt --html out", "--html needs --show"),
+        ("run --adapt", "--adapt needs --eval"),
+        ("run --eval a.txt --samples 3", "--samples cannot be used with --eval"),
+        ("run --show abc --prompt x", "--prompt cannot be used with --show"),
+        ("run --export new --raw", "--raw cannot be used with --export"),
+        ("run --export new --n_loops 2", "--n_loops and --device cannot be used with --export"),
+        ("run --eval a.txt --adapt --seq_len 64", "--batch cannot be used with --adapt"),
+        ("run b --prompt a", "only --eval takes several checkpoints"),
+        ("run --prompt a --n_loops 1,2", "several checkpoints or numbers of loops"),
+        ("run --stop=", "--stop: an empty text would end every sample"),
+        ("run --bytes 0", "--bytes: '0' is not a whole number of at least 1"),
+        ("run --eval a.txt --seq_len 4e18", "--seq_len: '4e18' is not a whole number from 2"),
+        ("run --n_loops 4097", "--n_loops: '4097' is not a whole number from 1"),
+        ("run --temperature nan", "--temperature: 'nan' is not a number of at least 0"),
+        ("run --top_p 0", "--top_p: '0' is not a number above 0, at most 1"),
+        # checkpoints
+        ("", "checkpoints: no such file or directory: name another, or train first"),
+        ("text.pt", "text.pt is not a checkpoint"),
+        ("empty", "empty: there is no checkpoint in it: name another"),
+        ("gone\x1b[2J", "gone\\x1b[2J: no such file or directory"),
+        ("run/spider-step3.pt --best", "is not a directory of checkpoints"),
+        # texts, and files to write
+        ("run --eval gone.txt", "gone.txt: No such file"),
+        ("run --eval empty.txt", "empty.txt: empty"),
+        ("run --eval no.jsonl", "no.jsonl:1: without a text in 'text': it has a: --field NAME"),
+        ("run --eval empty", "empty: "),
+        ("run --eval one.bin", "one.bin: no byte to predict"),
+        ("run --eval odd.bin", "odd.bin"),
+        ("run --eval a.txt.gz", "prepare it first, by python data.py prepare a.txt.gz"),
+        ("none --eval a.txt --json no/out", "no/out: No such file"),
+        ("none --eval a.txt --json empty", "not a regular file: use another name"),
+        ("run --export empty.txt", "exists and is not an empty directory: use another name"),
+    ),
+)
+def test_what_cannot_be_done_is_refused_in_a_line_with_the_remedy(files, capsys, argv, remedy):
+    before = sorted(files.rglob("*"))
+    words = argv.split()
+    line = refused(words, capsys, program="sample.py", main=sample.main)
+    assert remedy in line
+    assert sorted(files.rglob("*")) == before
+
+
+def test_runs_below_a_directory_are_named_the_newest_first(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    assert "checkpoints: no such file or directory: name another" in refusal(capsys)
     for name, modified in (("old", 1), ("a b", 3), ("mock/from-x", 2)):
         path = tmp_path / "checkpoints" / name / "spider-step1.pt"
         path.parent.mkdir(parents=True)
         path.touch()
         os.utime(path, (modified, modified))
     runs = "the newest first: 'checkpoints/a b' checkpoints/mock/from-x checkpoints/old"
-    assert refusal(capsys).endswith(runs) and refusal(capsys, "--best").endswith(runs)
+    for argv in ([], ["--best"]):
+        line = refused(argv, capsys, program="sample.py", main=sample.main)
+        assert line.endswith(runs)
 
 
 @pytest.mark.parametrize("value", (math.inf, math.nan))
@@ -509,48 +521,15 @@ def test_every_command_names_a_ruined_weight(trained, tmp_path, capsys, value):
         assert "its weights are ruined" in capsys.readouterr().err.splitlines()[-1]
 
 
-def test_out_of_memory_is_one_line_with_the_remedy(trained, tmp_path, monkeypatch, capsys):
+def test_out_of_memory_is_one_line_with_the_remedy(files, monkeypatch, capsys):
     def fail(*args, **settings):
         raise RuntimeError("[enforce] DefaultCPUAllocator: can't allocate memory")
 
-    (tmp_path / "a.txt").write_text("abc")
     monkeypatch.setattr(Spider, "step", fail)
     monkeypatch.setattr(Spider, "forward", fail)
-    assert "lower --samples" in refusal(capsys, trained, "--prompt", "x", "--samples", "65536")
-    assert "lower --batch" in refusal(capsys, trained, "--eval", tmp_path / "a.txt")
-
-
-@pytest.mark.parametrize(
-    "argv, words",
-    (
-        ("--eval a.txt --show abc", "--show"),
-        ("--show abc --json out", "--json"),
-        ("--eval a.txt --html out", "--html"),
-        ("--eval a.txt --samples 3", "--samples"),
-        ("--show abc --prompt x", "--prompt"),
-        ("--show abc --adapt", "--adapt cannot be used with --show"),
-        ("--export new --raw", "--raw"),
-        ("--export new --n_loops 2", "--n_loops"),
-        ("--eval a.txt --adapt --seq_len 64", "--seq_len cannot be used with --adapt"),
-        ("b --prompt a", "several checkpoints"),
-        ("--prompt a --n_loops 1,2", "numbers of loops"),
-        ("--adapt", "--adapt needs --eval"),
-        ("--prompt x --html x.html", "--html needs --show"),
-        ("--eval a.txt --no_echo", "--no_echo"),
-        ("--stop=", "--stop"),
-        ("--bytes 0", "--bytes"),
-        ("--eval a.txt --seq_len 4e18", "--seq_len"),
-        ("--n_loops 4097", "--n_loops"),
-        ("--temperature nan", "--temperature"),
-        ("--top_p 0", "--top_p"),
-        ("--top_k -1", "--top_k"),
-    ),
-)
-def test_a_bad_value_or_an_unread_flag_is_refused_before_the_work(
-    trained, tmp_path, monkeypatch, capsys, argv, words
-):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "a.txt").write_text("abc")
-    before = contents(trained)
-    assert words in refusal(capsys, trained, *argv.split())
-    assert contents(tmp_path) == {"a.txt": b"abc"} and contents(trained) == before
+    for argv, remedy in (
+        ("run --prompt x --samples 65536", "lower --samples"),
+        ("run --eval a.txt", "lower --batch"),
+    ):
+        line = refused(argv.split(), capsys, program="sample.py", main=sample.main)
+        assert remedy in line
