@@ -207,19 +207,25 @@ class MicroStep(NamedTuple):
 def activations(c: SpiderConfig, step: MicroStep) -> float:
     """Count the bytes of activations at their peak.
 
-    That is where the backward pass begins, or while it recomputes the first byte layer.
+    That is where the backward pass begins, or in the last byte layer, which it may recompute.
     """
     size = step.size
     layers = c.n_prelude_layers + c.n_coda_layers
     block = block_kept(c, size)
-    head = head_kept(c, size)
-    kept = head + others_kept(c, size)
+    kept = others_kept(c, size)
     if step.dropout:
         kept += 2 * c.hidden_size
-    if step.recompute == "all" and layers:
-        kept += layers * size * c.hidden_size + max(0, block - head)
-    else:
-        kept += layers * block
+    head = head_kept(c, size)
+    if layers:
+        # later, in the last layer: gradients of states, gate and up
+        backward = size * (3 * c.hidden_size + 2 * c.intermediate_size)
+        if step.recompute == "all":
+            kept += layers * size * c.hidden_size
+            backward += block
+        else:
+            kept += layers * block
+        head = max(head, backward)
+    kept += head
     total: float = step.rows * kept
     if c.n_recurrent_layers:
         total += _core_activations(c, step)
@@ -315,8 +321,10 @@ def estimate_memory(model: nn.Module, plan: Plan, recompute: str, world: World) 
 
     # with one micro-step, gradients replace activations; with several, they exist before
     gradients: float = 4 * dense
+    of_tables = table_gradients(tables, plan, step.rows)
     if flags.grad_accum == 1:
-        gradients = max(0.0, gradients - kept)
+        gradients = max(0.0, gradients + of_tables - kept)
+        of_tables = 0.0
 
     flash = 0.0
     if step.size == 2 and not on_cpu:
@@ -328,7 +336,7 @@ def estimate_memory(model: nn.Module, plan: Plan, recompute: str, world: World) 
     memory = {
         "parameters": 4 * total,
         "gradients": gradients,
-        "gradients of tables": table_gradients(tables, plan, step.rows),
+        "gradients of tables": of_tables,
         "optimizer": state.dense_state + state.table_state,
         "cast weights": casts,
         "activations": kept,
