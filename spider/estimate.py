@@ -113,71 +113,72 @@ def flops_per_byte(
 
 
 # --------------------------------------------------------------------------------------------------
-# Activations: what a forward pass saves for backward
+# Activations: what a forward pass saves for backward. tests/test_estimate.py measures each term.
 
 
-def attention_kept(c: SpiderConfig) -> int:
-    """Count the numbers per row that attention saves: low-rank projections and their norms, q, k, v
-    and the result."""
+def layer_kept(c: SpiderConfig, size: int) -> int:
+    """Count the bytes per row that any layer saves: inputs and norms of attention and of what
+    follows it, low-rank projections and their norms, q, k, v beside k's unrotated part, result."""
     low_rank = 2 * (c.q_lora_rank + c.kv_lora_rank) + c.qk_rope_head_dim
-    return low_rank + 4 * c.n_heads * c.v_head_dim
-
-
-def block_kept(c: SpiderConfig, size: int) -> float:
-    """Count the bytes per row that a byte layer saves: inputs and norms of attention and FFN,
-    attention, gate, up and their product."""
-    numbers = 4 * c.hidden_size + attention_kept(c) + 4 * c.intermediate_size
+    heads = c.n_heads * (4 * c.v_head_dim + c.qk_nope_head_dim)
     fp32 = c.n_heads + 4  # log-partitions of attention, scales of norms
-    return size * numbers + 4 * fp32
+    return size * (4 * c.hidden_size + low_rank + heads) + 4 * fp32
 
 
-def visit_kept(c: SpiderConfig, size: int, has_engram: bool) -> float:
-    """Count the bytes per segment that a core layer saves in one loop: like a byte layer, and
-    routing, experts and Engram."""
-    experts = 0
+def block_kept(c: SpiderConfig, size: int) -> int:
+    """Count the bytes per row that a byte layer saves: also gate, up, SiLU and product."""
+    return layer_kept(c, size) + size * 4 * c.intermediate_size
+
+
+def routing_kept(c: SpiderConfig) -> int:
+    """Count the bytes per segment that a visit's routing saves: scores and probabilities in
+    fp32; of each expert its number, its row and the row's segment in int64."""
+    if not c.n_routed_experts:
+        return 0
+    return 8 * c.n_routed_experts + 24 * c.n_experts_per_tok
+
+
+def visit_kept(c: SpiderConfig, size: int, has_engram: bool) -> int:
+    """Count the bytes per segment that a core layer saves in one loop: also routing, experts and
+    Engram."""
+    numbers = 4 * c.n_shared_experts * c.moe_intermediate_size
     if c.n_routed_experts:
-        experts = c.n_experts_per_tok * (c.hidden_size + 5 * c.moe_intermediate_size)
-    shared = 4 * c.n_shared_experts * c.moe_intermediate_size
-    width = (6 if has_engram else 4) * c.hidden_size
-    return size * (width + attention_kept(c) + experts + shared) + 12 * c.n_routed_experts
+        numbers += c.n_experts_per_tok * (c.hidden_size + 5 * c.moe_intermediate_size)
+    if has_engram:
+        numbers += 2 * c.hidden_size
+    return layer_kept(c, size) + size * numbers + routing_kept(c)
 
 
-class ByteRateKept(NamedTuple):
-    """The bytes per row that modules at byte rate save, without the byte layers."""
-
-    total: int
-    after_layers: int  # of modules after the byte layers; freed before those run backward
-
-
-def byte_rate_kept(c: SpiderConfig, size: int) -> ByteRateKept:
-    """Count what Engram at byte rate, boundary predictor, head and integers save."""
-    orders = len(c.engram_byte_orders)
-    rows_read = (orders + c.match_contexts) * c.engram_byte_dim  # Engram's, before the prelude
-    rows_before_head = (orders + c.matches_before_head) * c.engram_byte_dim
-
-    # the loss: normed states, logits and their fp32 log-softmax; for the core's own loss again
-    head = size * 2 * c.hidden_size + (8 + size) * c.vocab_size
-    if c.scores_core:
-        head *= 2
+def head_kept(c: SpiderConfig, size: int) -> int:
+    """Count the bytes per row that head and losses save, and the Engram before them. They are freed
+    before the byte layers run backward."""
+    state = size * c.hidden_size
+    # the loss in fp32: logits, their log-softmax, and the gradients of both
+    kept = 2 * state + 16 * c.vocab_size
+    if c.scores_core:  # one more log-softmax
+        kept += 2 * state + 4 * c.vocab_size
+    rows = len(c.engram_byte_orders) + c.matches_before_head
     votes = c.engram_votes * c.match_contexts
-    if votes:  # ids as read and in order, int64, and weights
-        head += (18 + size) * votes + size * c.hidden_size
-    if c.engram_logits:
-        head += size * c.vocab_size
+    if rows + votes:
+        kept += 2 * state + rows * (size * 2 * c.engram_byte_dim + 8)  # addresses are int64
+    if votes:  # for ids, int64, unless they are no bytes
+        kept += state + 9 * votes
+    return kept
 
-    engram = 0
-    if rows_before_head:
-        engram = size * 2 * (rows_before_head + c.hidden_size)
 
-    predictor = 0
-    if c.n_recurrent_layers and c.boundaries == "flexitokens":
-        predictor = 8 * c.hidden_size
-    elif c.n_recurrent_layers and c.boundaries == "learned":
-        predictor = (6 + size) * c.hidden_size
-
-    int64 = c.longest_order + 6 + 3 * orders + 4 * c.match_contexts
-    after_layers = engram + head
-    return ByteRateKept(size * rows_read + predictor + after_layers + 8 * int64, after_layers)
+def others_kept(c: SpiderConfig, size: int) -> int:
+    """Count the bytes per row that neither head nor byte layers save: Engram before the prelude,
+    rotations, boundary predictor, pooling."""
+    state = size * c.hidden_size
+    rows = len(c.engram_byte_orders) + c.match_contexts
+    kept = rows * (size * c.engram_byte_dim + 8) + size * 2 * c.qk_rope_head_dim
+    if c.n_recurrent_layers:
+        kept += state + 3 * 8  # the rows of each byte in pooling and unpooling, int64
+        if c.boundaries != "words":  # a regression in fp32, on a quarter of the width
+            kept += state + 2 * c.hidden_size
+        if c.boundaries == "learned":  # with and without the last boundary
+            kept += state
+    return kept
 
 
 class MicroStep(NamedTuple):
@@ -206,49 +207,51 @@ class MicroStep(NamedTuple):
 def activations(c: SpiderConfig, step: MicroStep) -> float:
     """Count the bytes of activations at their peak.
 
-    That is at the end of a forward pass, or in backward, while the first checkpointed layer is
-    recomputed.
+    That is where the backward pass begins, or in the last byte layer, which it may recompute.
     """
-    total = _byte_activations(c, step)
+    size = step.size
+    layers = c.n_prelude_layers + c.n_coda_layers
+    block = block_kept(c, size)
+    kept = others_kept(c, size)
+    if step.dropout:
+        kept += 2 * c.hidden_size
+    head = head_kept(c, size)
+    if layers:
+        # later, in the last layer: gradients of states, gate and up
+        backward = size * (3 * c.hidden_size + 2 * c.intermediate_size)
+        if step.recompute == "all":
+            kept += layers * size * c.hidden_size
+            backward += block
+        else:
+            kept += layers * block
+        head = max(head, backward)
+    kept += head
+    total: float = step.rows * kept
     if c.n_recurrent_layers:
         total += _core_activations(c, step)
     return total
 
 
-def _byte_activations(c: SpiderConfig, step: MicroStep) -> float:
-    layers = c.n_prelude_layers + c.n_coda_layers
-    others = byte_rate_kept(c, step.size)
-    masks = 2 * c.hidden_size if step.dropout else 0
-    total: float = step.rows * (others.total + masks)
-    block = step.rows * block_kept(c, step.size)
-    if step.recompute == "all" and layers:
-        inputs = step.rows * layers * step.size * c.hidden_size
-        # one layer at a time is recomputed; by then, the modules after the layers are done
-        return total + (inputs + max(0, block - step.rows * others.after_layers))
-    return total + layers * block
-
-
 def _core_activations(c: SpiderConfig, step: MicroStep) -> float:
     size = step.size
-    segments = round_up(
-        max(1, math.ceil(step.rows / c.bytes_per_segment)), row_step(step.rows, step.seq_len)
-    )
-    engrams = len(c.engram_layers)
-    memory = len(c.engram_orders) * c.engram_heads * c.engram_dim
-    latent = c.kv_lora_rank + c.qk_rope_head_dim
+    segments = math.ceil(step.rows / c.bytes_per_segment)
+    segments = round_up(max(1, segments), row_step(step.rows, step.seq_len))
     visits = [visit_kept(c, size, i in c.engram_layers) for i in range(c.n_recurrent_layers)]
     if step.recompute == "nothing":
         kept = step.n_loops * sum(visits)
     else:
-        # of each visit: input, latents, choice of experts, convolved memory
-        visit = size * (c.hidden_size + latent) + 8 * c.n_experts_per_tok
-        kept = step.n_loops * (c.n_recurrent_layers * visit + engrams * size * c.hidden_size)
+        # of each visit: input, routing, and of a loop before the last one latents
+        latent = c.kv_lora_rank + c.qk_rope_head_dim
+        numbers = step.n_loops * c.hidden_size + (step.n_loops - 1) * latent
+        kept = len(visits) * (size * numbers + step.n_loops * routing_kept(c))
         if not c.n_prelude_layers + c.n_coda_layers:
             kept += max(visits)  # else the byte layers need more, later
-    kept += step.n_loops * c.hidden_size * 4 * size  # read-out, adapter and halting of each loop
-    kept += engrams * size * (memory + 3 * c.hidden_size)
+    kept += step.n_loops * size * 4 * c.hidden_size  # read-out, adapter and halting of each loop
+    hashes = len(c.engram_orders) * c.engram_heads
+    engram = hashes * (size * c.engram_dim + 8) + size * 7 * c.hidden_size  # four are for its taps
+    kept += len(c.engram_layers) * engram
     masks = 2 if step.dropout else 0
-    kept += c.hidden_size * ((3 + c.segment_offsets) * size + 4 + masks)
+    kept += (4 * size + 4 + masks) * c.hidden_size  # input and output, sums of bytes in fp32
     return segments * kept
 
 
@@ -318,8 +321,10 @@ def estimate_memory(model: nn.Module, plan: Plan, recompute: str, world: World) 
 
     # with one micro-step, gradients replace activations; with several, they exist before
     gradients: float = 4 * dense
+    of_tables = table_gradients(tables, plan, step.rows)
     if flags.grad_accum == 1:
-        gradients = max(0.0, gradients - kept)
+        gradients = max(0.0, gradients + of_tables - kept)
+        of_tables = 0.0
 
     flash = 0.0
     if step.size == 2 and not on_cpu:
@@ -331,7 +336,7 @@ def estimate_memory(model: nn.Module, plan: Plan, recompute: str, world: World) 
     memory = {
         "parameters": 4 * total,
         "gradients": gradients,
-        "gradients of tables": table_gradients(tables, plan, step.rows),
+        "gradients of tables": of_tables,
         "optimizer": state.dense_state + state.table_state,
         "cast weights": casts,
         "activations": kept,

@@ -44,13 +44,17 @@ class StandInGPU(TorchFunctionMode):
                 return True
             if func == torch.Tensor.device.__get__:
                 return GPU
+        args, kwargs = tree_map_only(torch.device, lambda device: CPU, (args, kwargs))
+        return self.run(func, *args, **kwargs)
+
+    def run(self, func, *args, **kwargs):
+        """Run a function on the CPU."""
         if func == torch.mm and "out_dtype" in kwargs:
             a, b = args
             return a.to(kwargs["out_dtype"]) @ b.to(kwargs["out_dtype"])
         if str(func) == "torch_attn._varlen_attn":
             check_addresses(*args[:3])
             return varlen_attn(*args[:7], window_size=args[9]), None, None
-        args, kwargs = tree_map_only(torch.device, lambda device: CPU, (args, kwargs))
         return func(*args, **kwargs)
 
 
