@@ -12,7 +12,7 @@ import shutil
 from collections.abc import Callable, Container, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
@@ -27,7 +27,8 @@ from spider.memory import EngramTable
 from spider.optim import ENGRAM_TABLES, Read, kinds_of
 from spider.packing import round_up, row_step
 
-Plan = Any  # train.Plan, since train.py imports this module
+if TYPE_CHECKING:
+    from spider.plan import Plan
 
 
 def config_of(model: nn.Module) -> SpiderConfig:
@@ -192,7 +193,7 @@ class MicroStep(NamedTuple):
     dropout: bool  # whether there are masks: two at byte rate and two at segment rate
 
     @classmethod
-    def of(cls, plan: Plan, recompute: str) -> "MicroStep":
+    def of(cls, plan: "Plan", recompute: str) -> "MicroStep":
         flags = plan.flags
         return cls(
             n_loops=flags.n_loops,
@@ -296,7 +297,9 @@ FLASH_BACKWARD = "attention's backward pass"
 ONEDNN_CACHE = 1e9
 
 
-def estimate_memory(model: nn.Module, plan: Plan, recompute: str, world: World) -> dict[str, float]:
+def estimate_memory(
+    model: nn.Module, plan: "Plan", recompute: str, world: World
+) -> dict[str, float]:
     """Estimate the peak bytes of a rank by purpose, in a step with `recompute` checkpointed.
 
     On a CPU this includes the rest of the process.
@@ -390,7 +393,7 @@ def weights_in_fp8(model: nn.Module, experts: bool = False) -> list[str]:
     return linears + routed if experts else linears
 
 
-def flash_backward(plan: Plan, rows: int) -> float:
+def flash_backward(plan: "Plan", rows: int) -> float:
     """Count the bytes that FlashAttention 2 takes in backward, beyond the activations.
 
     It sums the gradient of q in fp32, with 128 rows more for each document (dq_accum in
@@ -423,7 +426,7 @@ def padding_bound(c: SpiderConfig, step: MicroStep) -> float:
     return of_bytes + of_core
 
 
-def table_gradients(tables: dict[str, EngramTable], plan: Plan, rows: int) -> float:
+def table_gradients(tables: dict[str, EngramTable], plan: "Plan", rows: int) -> float:
     """Count the bytes of the gradients of Engram tables, see EngramTable.gather.
 
     Each lookup has a row and its gradient."""
@@ -490,7 +493,7 @@ def describe_memory(memory: Mapping[str, float], world: World) -> str:
     )
 
 
-def check_memory(plan: Plan, world: World):
+def check_memory(plan: "Plan", world: World):
     """Raise TooLarge if a local rank surely needs more memory than there is.
 
     The kernel would kill a run on a CPU without a message, and on a GPU kernels would be compiled
@@ -508,12 +511,12 @@ def check_memory(plan: Plan, world: World):
         raise TooLarge(f"--ckpt_every: {describe_host_copy(plan)}: {HOST_REMEDY}")
 
 
-def memory_remedy(plan: Plan, world: World) -> str:
+def memory_remedy(plan: "Plan", world: World) -> str:
     """Name flags with which a run fits into memory; of several ranks, more shards untried."""
     if world.shards < world.ranks:
         return f"raise --shards to {world.ranks}"
     sequences = plan.flags.micro_batch * plan.flags.grad_accum
-    least = dict(micro_batch=1, grad_accum=sequences, recompute="all")
+    least: dict[str, Any] = dict(micro_batch=1, grad_accum=sequences, recompute="all")
     remedies = {
         f"give --global_batch {plan.step_bytes} without --micro_batch, --grad_accum and "
         f"--recompute, for a micro-batch that fits": least,
@@ -537,14 +540,14 @@ def host_memory() -> float:
     return free_memory(HOST) + process_memory("VmRSS")
 
 
-def lacks_host_memory(plan: Plan, world: World) -> bool:
+def lacks_host_memory(plan: "Plan", world: World) -> bool:
     """Return whether a checkpoint on its way from a GPU to the disk does not fit into the host's
     memory. Rank 0 alone writes it; torchrun ends the others."""
     copies = world.device.type == "cuda" and world.is_rank0
     return copies and plan.checkpoint_size > host_memory()
 
 
-def describe_host_copy(plan: Plan) -> str:
+def describe_host_copy(plan: "Plan") -> str:
     return (
         f"a checkpoint is copied to host memory: {plan.checkpoint_size / 1e9:.2f} GB of "
         f"{host_memory() / 1e9:.3g}"
@@ -558,7 +561,7 @@ TOO_LONG = 30.0  # seconds: a step that takes longer even at the peak rate is no
 HOST_SECONDS = 0.07  # in which the host launches a micro-step on a GPU
 
 
-def rates(plan: Plan, peak: float) -> tuple[float, float]:
+def rates(plan: "Plan", peak: float) -> tuple[float, float]:
     """Return the bytes/s that matrix products alone allow, and those to expect of a GPU.
 
     To expect is that all else takes as long as products in bf16, and that the host keeps up with
@@ -576,7 +579,7 @@ def rates(plan: Plan, peak: float) -> tuple[float, float]:
     return 1 / products, 1 / max(products + others, launches)
 
 
-def obstacle_to_timing(plan: Plan, world: World, bound: float) -> str | None:
+def obstacle_to_timing(plan: "Plan", world: World, bound: float) -> str | None:
     """Return why the dry run times no step, or None. bound: bytes/s that matrix products alone
     allow."""
     if world.ranks > 1:
@@ -606,7 +609,7 @@ def describe_duration(seconds: float) -> str:
     return f"{count:,.{digits}f} {unit}"
 
 
-def print_memory_and_disk(plan: Plan, world: World) -> list[str]:
+def print_memory_and_disk(plan: "Plan", world: World) -> list[str]:
     """Print the estimates of memory and disk; return what does not suffice, with remedies."""
     directory = Path(plan.flags.ckpt_dir).absolute()
     existing = next(path for path in (directory, *directory.parents) if path.is_dir())
@@ -632,7 +635,7 @@ def print_memory_and_disk(plan: Plan, world: World) -> list[str]:
     return lacking
 
 
-def print_tables(plan: Plan, model: nn.Module):
+def print_tables(plan: "Plan", model: nn.Module):
     """Print parameters by component, FLOPs per byte, configuration and flags.
 
     The model may be on the meta device.

@@ -36,7 +36,7 @@ from spider.packing import Packing
 from spider_model import Spider
 from stand_in_gpu import GPU, stand_in_gpu, varlen_attn
 from tile_moe import grouped_product
-from train import StepSettings, step_alone
+from train import StepSettings, train_step
 
 CPU = torch.device("cpu")
 
@@ -172,7 +172,7 @@ def test_no_graph_is_added_after_the_first_step_for_other_segments_documents_and
             short = step % 4  # documents of 8 bytes
             sizes = (8,) * short + (64 - 8 * short,)
             ids = torch.cat([documents(*sizes, seed=step + i) for i in range(4)])
-        numbers = step_alone(
+        numbers, _ = train_step(
             model, optimizers, [Batch.of(ids, ids, step)], StepSettings(2 + step % 3)
         )
         lengths.append(numbers["bytes_per_segment"])
@@ -343,7 +343,9 @@ def step_on(device: torch.device, precision: str) -> tuple[float, dict[str, torc
     tensors = {name: grad for name, grad in gradients(model).items() if grad is not None}
     tables = optimizers.adagrad.tables
     before = [p.detach().clone() for p in tables]
-    loss = train.update(model, optimizers, sums, now).metrics["total_loss"]
+    numbers = train.reduce_numbers(optimizers, sums)
+    train.update(model, optimizers, numbers, now)
+    loss = numbers.metrics["total_loss"]
     for i, p in enumerate(tables):
         tensors[f"change of table {i}"] = p.detach() - before[i]
         tensors[f"sum of table {i}"] = optimizers.adagrad.state[p]["sum"]
@@ -400,7 +402,8 @@ def test_compiled_training_on_a_gpu_follows_eager_training(precision):
             if step % 2:
                 ids = torch.cat([documents(100, 156 - step, step, seed=step + i) for i in range(8)])
             batch = Batch.of(ids, ids, step).to(world.device)
-            losses[compiled].append(step_alone(model, optimizers, [batch], StepSettings(2))["loss"])
+            metrics, _ = train_step(model, optimizers, [batch], StepSettings(2))
+            losses[compiled].append(metrics["loss"])
         assert unique_graphs() == graphs
         assert (graphs > 0) == (compiled == "on")
     assert losses["on"] == pytest.approx(losses["off"], rel=0.03)

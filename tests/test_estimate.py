@@ -29,10 +29,11 @@ from spider import estimate, machine
 from spider.common import TooLarge
 from spider.config import SpiderConfig
 from spider.estimate import FLASH_BACKWARD, MicroStep, choose_memory, estimate_memory
+from spider.plan import Plan, print_dry_run
 from spider_model import Block, RecurrentBlock, Spider
 from stand_in_gpu import StandInGPU
 from tokenizer import BOS_ID, EOS_ID
-from train import Plan, time_steps
+from train import time_steps
 
 # --------------------------------------------------------------------------------------------------
 # Memory
@@ -241,7 +242,7 @@ def test_weights_and_the_state_of_an_optimizer_take_the_bytes_that_are_estimated
     model = train.build_model(plan.model, plan, world_of())
     optimizers = train.optimizers_of(plan.flags, model)
     ids = text(2, 64)
-    train.step_alone(model, optimizers, [Batch.of(ids, ids, 0)], train.StepSettings(1))
+    train.train_step(model, optimizers, [Batch.of(ids, ids, 0)], train.StepSettings(1))
     size = sum(storage.nbytes() for storage in storages(optimizers.state_dict()))
     weights = sum(parameter.nbytes for parameter in model.parameters())
     estimated = estimate.state_size(model, optimizer)
@@ -317,12 +318,12 @@ def test_a_card_trains_131072_bytes_a_step_in_the_largest_micro_batches_without_
 
         estimate.check_memory(plan, world)
         compiled = replace(plan, flags=replace(flags, compile="on"))
-        assert train.print_dry_run(compiled, [], [mock_source(0)], world) == 0
+        assert print_dry_run(compiled, [], world, lambda: 1.0) == 0
         assert capsys.readouterr().out.count("enough memory and disk") == 1
 
     original = plan_on(card, "--model", "original")
     assert (original.flags.micro_batch, original.flags.grad_accum) == (64, 1)
-    train.print_dry_run(original, [], [mock_source(0)], world)
+    print_dry_run(original, [], world, lambda: 1.0)
     assert ("NOT ENOUGH memory: give --global" in capsys.readouterr().out) != card.fits_original
 
 
@@ -424,7 +425,7 @@ def test_the_rate_to_expect_of_a_gpu_is_below_that_of_its_products(
     assert rates == pytest.approx((bound, expected), rel=0.01)
     bound, expected = rates
     compiled = replace(plan, flags=replace(plan.flags, compile="on"))
-    train.print_dry_run(compiled, [], [mock_source(0)], world_of("cuda"))
+    print_dry_run(compiled, [], world_of("cuda"), lambda: 1.0)
     shown = capsys.readouterr().out
     assert f"at an expected {expected:,.0f} bytes/s, at least" in shown
     assert f"matrix products alone allow {bound:,.0f} bytes/s" in shown

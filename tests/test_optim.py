@@ -16,7 +16,7 @@ from spider.memory import EngramTable
 from spider.muon_ranks import MatrixAssignment
 from spider.optim import Muon, Optimizers, RowwiseAdagrad, kinds_of
 from spider.state import load_optimizers
-from train import StepSettings, accumulate, step_alone
+from train import StepSettings, accumulate, train_step
 
 
 def batch_of(rows: int) -> list[Batch]:
@@ -68,18 +68,18 @@ def test_muon_keeps_idle_experts_and_adapters_of_unused_loops(backend, dtype):
                 found[name, i] = (p[i].detach().clone(), momentum[i].clone())
         return found
 
-    step_alone(model, optimizers, batch_of(4), StepSettings(n_loops=3))
+    train_step(model, optimizers, batch_of(4), StepSettings(n_loops=3))
     before = matrices()
     assert all(momentum.any() for _, momentum in before.values())
     moe.expert_bias[1] = -100
     for _ in range(2):
-        step_alone(model, optimizers, batch_of(4), StepSettings(n_loops=2))
+        train_step(model, optimizers, batch_of(4), StepSettings(n_loops=2))
     after = matrices()
     for key, (weight, momentum) in before.items():
         assert torch.equal(weight, after[key][0]) == (key in idle), key
         assert torch.equal(momentum, after[key][1]) == (key in idle), key
     moe.expert_bias[1] = 0
-    step_alone(model, optimizers, batch_of(4), StepSettings(n_loops=3))
+    train_step(model, optimizers, batch_of(4), StepSettings(n_loops=3))
     for key, (weight, _) in matrices().items():
         assert not torch.equal(weight, after[key][0]), key
 
@@ -157,7 +157,7 @@ def test_gathered_rows_are_forgotten_however_a_step_ends_and_are_never_saved():
         forget()
         assert not any(map(has_lookups, tables))
     model.prelude[0].ffn.down_proj.weight.data[0, 0] = math.nan
-    assert step_alone(model, optimizers, batch_of(2), settings)["skipped"]
+    assert train_step(model, optimizers, batch_of(2), settings)[0]["skipped"]
     assert not any(has_lookups(table) or table.weight.isnan().any() for table in tables)
     gather()
     model.to("meta").to_empty(device="cpu").init_weights()
@@ -200,7 +200,7 @@ def test_tables_learn_alone_where_all_else_is_frozen():
     for weight in tables:
         weight.requires_grad_(True)
     before = [weight.clone() for weight in tables]
-    metrics = step_alone(model, Optimizers(model), batch_of(2), StepSettings(n_loops=2))
+    metrics, _ = train_step(model, Optimizers(model), batch_of(2), StepSettings(n_loops=2))
     assert metrics["grad_norm"] == 0
     assert not any(map(torch.equal, before, tables))
 

@@ -17,6 +17,7 @@ from conftest import settled
 from spider.common import UsageError
 from spider.config import SpiderConfig
 from spider.kernel_checks import find_wrong
+from spider.plan import check_fp8_experts
 from stand_in_kernels import INSTALLED, D, E, K, Kernels, kernels
 from tile_moe import (
     KERNELS,
@@ -28,7 +29,6 @@ from tile_moe import (
     resolve_backend,
     route,
 )
-from train import check_fp8_experts
 
 CONFIG = SpiderConfig(hidden_size=D, n_routed_experts=E, n_experts_per_tok=K)
 CPU = torch.device("cpu")
@@ -276,7 +276,7 @@ def test_without_a_gpu_auto_takes_grouped_silently_and_tile_and_triton_are_error
 def test_fp8_experts_are_refused_on_a_gpu_without_a_grouped_fp8_product(machine):
     machine.capability = (12, 0)
     with pytest.raises(UsageError, match="^--fp8_experts: .*sm_90"):
-        check_fp8_experts(True, "fp8", GPU, SpiderConfig())
+        check_fp8_experts("fp8", GPU, SpiderConfig())
 
 
 @pytest.mark.parametrize("flags", ("--model small --precision fp8", "--precision bf16"))

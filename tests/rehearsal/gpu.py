@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import torch
 import triton
+from loguru import logger
 from torch import fx, nn
 from torch._dynamo.device_interface import CudaInterface
 from torch._inductor import compile_fx, config
@@ -22,10 +23,11 @@ from triton.backends.compiler import GPUTarget
 import tile_moe
 import train
 from data import Batch
+from spider import plan as plans
 from spider.distributed import World
 from spider.optim import Optimizers
+from spider.plan import Plan
 from spider_model import Spider
-from train import Plan
 
 DEVICE = torch.device("cuda")
 WORLD = World({})
@@ -48,7 +50,7 @@ def always(answer):
 
 def stand_in(architecture: int = 90):
     """Make torch report one GPU of an architecture."""
-    train.logger.remove()
+    logger.remove()
     properties = SimpleNamespace(
         name=f"sm_{architecture}",
         major=architecture // 10,
@@ -95,7 +97,8 @@ def settle(model: str, *flags: str) -> Plan:
         f"--model={model} --set={layers} --n_loops={n_loops} --seq_len=256 --micro_batch=16 "
         f"--compile=off --recompute=core --moe_backend=grouped"
     )
-    return train.settle(train.parse_args([*small.split(), *flags], environ={}), WORLD)
+    command = train.parse_args([*small.split(), *flags], environ={})
+    return plans.settle(command, train.RECIPES, WORLD)
 
 
 def build(plan: Plan, compiled: bool = False) -> tuple[Spider, Optimizers]:
@@ -143,7 +146,7 @@ def step(
     batches = [batch_of(plan, documents, longest)] * plan.flags.grad_accum
     now = train.StepSettings(plan.flags.n_loops, dropout=dropout)
     # the norm is read as 1
-    train.step_alone(model, optimizers, batches, now, grad_clip=0.5)
+    train.train_step(model, optimizers, batches, now, grad_clip=0.5)
 
 
 class Graph:

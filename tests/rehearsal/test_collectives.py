@@ -22,6 +22,7 @@ from collectives import Collective, CollectiveRecorder, disagreements
 from rehearsal import gpu
 from rehearsal.refusals import Watch, tensors
 from spider.distributed import World
+from spider.plan import settle
 from spider.state import (
     broadcast_optimizers,
     copy_to_host,
@@ -114,7 +115,7 @@ def test_nccl_accepts_the_collectives_of_all_ranks_in_a_step_a_save_a_load_and_a
     saved = None  # by the first rank
     with FakeTensorMode(), WatchFake(700) as watch:
         with joined(0, ranks, shards) as (gpu.WORLD, calls):
-            plan = train.settle(train.parse_args(words, environ={}), gpu.WORLD)
+            plan = settle(train.parse_args(words, environ={}), train.RECIPES, gpu.WORLD)
             gpu.WORLD.on_rank0(lambda: "result")
         assert not faults_of(calls)
         for rank in range(ranks):
@@ -123,9 +124,7 @@ def test_nccl_accepts_the_collectives_of_all_ranks_in_a_step_a_save_a_load_and_a
                 batches = [gpu.batch_of(plan, documents=20) for _ in range(plan.flags.grad_accum)]
                 watch.waits.clear()
                 now = train.StepSettings(plan.flags.n_loops)
-                targets = train.targets_of_all(batches, gpu.WORLD)
-                sums = train.accumulate(model, batches, now, targets)
-                train.update(model, optimizers, sums, now, votes=[0, 1])
+                train.train_step(model, optimizers, batches, now, votes=[0, 1])
                 assert len(watch.waits) == plan.flags.grad_accum + 1, watch.waits
                 whole = dict(model=model_state(model), optimizers=optimizers.state_dict())
                 copied = copy_to_host(whole, None, gpu.WORLD.is_rank0)

@@ -209,7 +209,8 @@ def test_the_least_time_of_a_step_does_not_grow(flags, compiled, most):
         now = train.StepSettings(plan.flags.n_loops)
         sums = train.accumulate(spider, batches, now)
         costs.part = "update"
-        train.update(spider, optimizers, sums, now, plan.flags.grad_clip)
+        numbers = train.reduce_numbers(optimizers, sums)
+        train.update(spider, optimizers, numbers, now, plan.flags.grad_clip)
     for graph in graphs:
         for moved in graph.moved:
             costs.add("Triton in graphs", 0, moved, times=graph.runs)

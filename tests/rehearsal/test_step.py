@@ -20,7 +20,7 @@ from cubins import spills
 from rehearsal import gpu
 from rehearsal.refusals import REFUSALS, UNCHECKED, Watch, of
 from spider.decode import draw
-from train import Plan
+from spider.plan import Plan
 
 pytestmark = pytest.mark.rehearsal
 # sequences x bytes
