@@ -40,7 +40,7 @@ def cpu_quota(root: Path) -> float:
     groups = re.findall("^[0-9]+:(.*?):/(.*)$", read(root / "proc/self/cgroup"), re.MULTILINE)
     for controllers, path in groups:
         mount = root / "sys/fs/cgroup"
-        if controllers:  # of version 1
+        if controllers:  # only version 1 names some
             if "cpu" not in controllers.split(","):
                 continue
             mount /= "cpu"

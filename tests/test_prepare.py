@@ -325,7 +325,7 @@ def test_text_in_any_encoding_is_read_as_it_stands(text):
     assert documents("o", "train") == [text]
 
 
-# of a directory, in the order in which they are met: a part of the reason
+# entries of a directory, in the order in which they are met: a part of the reason
 UNREADABLE = {
     "in/denied": "Permission denied",
     "in/dead.txt": "dead link",
