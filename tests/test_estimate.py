@@ -50,7 +50,8 @@ class LiveBytes(TorchDispatchMode):
 
     def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
         if operation in (torch.ops.aten.mm.default, torch.ops.aten.bmm.default):
-            out = args[0].new_zeros(*args[0].shape[:-1], args[1].shape[-1])  # for speed
+            # not computed, for speed
+            out = args[0].new_zeros(*args[0].shape[:-1], args[1].shape[-1])
         else:
             out = operation(*args, **(kwargs or {}))
         for storage in storages(out) - storages((args, kwargs)):
@@ -95,7 +96,7 @@ class SavingGPU(StandInGPU):
 
 
 class OnGPU:
-    """A layer on it, in recomputation, too, where a mode does not reach."""
+    """A layer that is on the stand-in in recomputation, too, where no mode is active."""
 
     def forward(self, *args, **kwargs):
         with nullcontext() if _get_current_function_mode() else SavingGPU():
@@ -107,6 +108,7 @@ class SavingSpider(Spider):
     core_block_class = type("GPURecurrentBlock", (OnGPU, RecurrentBlock), {})
 
 
+FEW_ROWS = "engram_rows=99,engram_byte_rows=99"
 OUTSIDE = {
     "parameters",
     "optimizer",
@@ -136,20 +138,19 @@ def peak_and_estimate(plan: Plan, model: Spider, device: str, ids) -> tuple[floa
 )
 def test_the_estimate_bounds_the_memory_of_a_step_on_a_cpu_whatever_its_documents(flags, lengths):
     """Halves are the worst case if one row is whole: all of them are padded to its length."""
-    base = "--model tiny --seq_len 256 --micro_batch 8 --n_loops 2"
+    base = f"--model tiny --set {FEW_ROWS} --seq_len 256 --micro_batch 4 --n_loops 2"
     plan = settled(*base.split(), *flags.split())
-    ids = text(8, 256)
+    ids = text(4, 256)
     ends = torch.tensor(lengths * (256 // sum(lengths))).cumsum(0)
     ids[1:, ends - 1] = EOS_ID
     peak, estimated = peak_and_estimate(plan, plan.model, "cpu", ids)
     assert peak < estimated < 2 * peak
 
 
-FEW_ROWS = "engram_rows=99,engram_byte_rows=99"
 NARROW = """
     hidden_size=256 intermediate_size=512 n_heads=4 q_lora_rank=96 kv_lora_rank=64 v_head_dim=64
     qk_nope_head_dim=32 qk_rope_head_dim=32 n_routed_experts=4 moe_intermediate_size=64
-    engram_byte_dim=32 engram_dim=16 n_recurrent_layers=2 engram_layers=1
+    engram_byte_dim=32 engram_dim=16 n_recurrent_layers=1 engram_layers=0
 """
 
 
