@@ -518,7 +518,6 @@ from spider import estimate, machine
 from spider.checkpoint import (
     CheckpointWriter,
     Origin,
-    find_checkpoints,
     lacks_only_evaluation,
     load_origin,
     progress_of,
@@ -1029,15 +1028,12 @@ def main(
     # Batches, checkpoints, logs
     first = progress.next_sequence(flags.seq_len)
     feed = Feed(loader, plan.layout, world.rank, world.device, progress.step, first)
-    saved = []
+    writer = CheckpointWriter(
+        directory, flags.keep_last, flags.keep_best, world, progress.step, resumes_in_place
+    )
     tracker = None
     if world.is_rank0:
-        # Not later ones: load_origin found them damaged, but find_checkpoints reads no checksums.
-        saved = [one for one in find_checkpoints(directory) if one.step <= progress.step]
         tracker = start_wandb(flags.run, asdict(flags), progress, closing, resumes_in_place)
-    saved_step = progress.step if resumes_in_place else -1
-    writer = CheckpointWriter(directory, saved, flags.keep_last, flags.keep_best, world, saved_step)
-
     log_start(plan, progress, last_step)
     for line in (*warnings, *rise_warning(progress, flags.lr * rate_factor, horizon)):
         logger.warning(line)

@@ -493,27 +493,29 @@ class CheckpointWriter:
     def __init__(
         self,
         directory: Path,
-        saved: list[SavedCheckpoint],
         keep_last: int,
         keep_best: bool,
         world: World,
-        saved_step: int = -1,
+        step: int = 0,
+        resumes_in_place: bool = False,
     ):
-        """saved: the directory's checkpoints so far. saved_step: the step that a run resumes from,
-        if its checkpoint is in the directory. Unfinished files that a killed process left are
-        deleted."""
+        """step: where a run begins. resumes_in_place: its checkpoint is in the directory.
+
+        Unfinished files that a killed process left are deleted."""
         self.directory = directory
-        self.saved = saved
+        self.saved: list[SavedCheckpoint] = []  # in the directory, the oldest first
         self.keep_last = keep_last
         self.keep_best = keep_best
         self.world = world
-        self.saved_step = saved_step  # the step of the newest saved state; -1: none
+        self.saved_step = step if resumes_in_place else -1  # of the newest saved state
         self.failed = False  # whether the newest write failed
         self.host_copy: Any = None  # the newest saved state, whose memory the next save reuses
         self.thread = ThreadPoolExecutor(1)
         self.writing: Future[None] = self.thread.submit(lambda: None)
         if world.is_rank0:
             common.delete_unfinished(directory, "spider-step*.pt")
+            # Not later ones: load_origin found them damaged, but find_checkpoints reads no sums.
+            self.saved = [one for one in find_checkpoints(directory) if one.step <= step]
 
     def save(self, state: dict, sync_metrics: Callable[[], None]):
         """Wait for the previous write, copy a state, and start to write it. Every rank calls it.

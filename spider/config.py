@@ -86,27 +86,26 @@ class SpiderConfig:
     def __post_init__(self):
         """Raise ValueError for a value of another type, or sizes that do not fit together."""
         for field in fields(self):
-            self._check_type_and_range(field.name, type(field.default))
+            name = field.name
+            kind = type(field.default)
+            value = getattr(self, name)
+            if kind is tuple and type(value) is list:  # from JSON
+                value = tuple(value)
+                setattr(self, name, value)
+            # By `type`, not isinstance: True is no number of layers.
+            accepted = type(value) is kind or (kind is float and type(value) is int)
+            if kind is tuple and accepted:
+                accepted = all(type(number) is int for number in value)
+            if not accepted:
+                wanted = "tuple of int" if kind is tuple else kind.__name__
+                raise ValueError(f"{name} must be of type {wanted}")
+            if name in RANGES:
+                low, high = RANGES[name]
+                if not low <= value <= high:
+                    raise ValueError(f"{name} must be from {low:,} to {high:,}")
         self._check_sizes()
         self._check_orders()
         self._check_tables()
-
-    def _check_type_and_range(self, name: str, kind: type):
-        value = getattr(self, name)
-        if kind is tuple and type(value) is list:  # from JSON
-            value = tuple(value)
-            setattr(self, name, value)
-        # By `type`, not isinstance: True is no number of layers.
-        accepted = type(value) is kind or (kind is float and type(value) is int)
-        if kind is tuple and accepted:
-            accepted = all(type(number) is int for number in value)
-        if not accepted:
-            wanted = "tuple of int" if kind is tuple else kind.__name__
-            raise ValueError(f"{name} must be of type {wanted}")
-        if name in RANGES:
-            low, high = RANGES[name]
-            if not low <= value <= high:
-                raise ValueError(f"{name} must be from {low:,} to {high:,}")
 
     def _check_sizes(self):
         layers = self.n_recurrent_layers or 256  # without a core, engram_layers have no effect

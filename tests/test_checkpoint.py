@@ -481,7 +481,7 @@ def test_other_model_than_the_checkpoints_is_refused_with_its_fields(
 
 
 def writer_in(directory) -> CheckpointWriter:
-    return CheckpointWriter(directory, saved=[], keep_last=2, keep_best=False, world=World({}))
+    return CheckpointWriter(directory, keep_last=2, keep_best=False, world=World({}))
 
 
 def save(writer, step, **more):
