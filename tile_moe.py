@@ -311,7 +311,7 @@ def _rows_by_counting(topk_idx_NK: Tensor, n_experts: int) -> ExpertRows:
     k = topk_idx_NK.shape[1]
     expert_E = torch.arange(n_experts, device=device)
     is_chosen_ES = expert_E[:, None] == topk_idx_NK.flatten()
-    rank_ES = is_chosen_ES.cumsum(1)  # of a slot within its expert, from 1 on
+    rank_ES = is_chosen_ES.cumsum(1)  # a slot's number within its expert, from 1 on
     count_E = rank_ES[:, -1]
     padded_E = ((count_E + (ALIGNMENT - 1)) // ALIGNMENT * ALIGNMENT).clamp_min(ALIGNMENT)
     expert_end_E = padded_E.cumsum(0)
@@ -556,7 +556,7 @@ def _round_fp8(x: Tensor, dim: int) -> Tensor:
     return (scaled.to(torch.float8_e4m3fn).float() / scale).to(x.dtype)
 
 
-# of the backends that sort rows by expert
+# the product of each backend that sorts rows by expert
 PRODUCTS: dict[str, GroupedProduct] = {
     "grouped": grouped_product,
     "triton": triton_product,
@@ -667,7 +667,7 @@ class MoE(nn.Module):
 
     expert_bias: Tensor  # [E] fp32; for the selection, see Spider.update_expert_bias
     shared: SwiGLU | None
-    cast: tuple[Tensor, Tensor] | None = None  # of weights(), inside cast_weights_once
+    cast: tuple[Tensor, Tensor] | None = None  # result of weights(), inside cast_weights_once
 
     def __init__(self, config: SpiderConfig):
         super().__init__()

@@ -21,10 +21,7 @@ __all__ = ["BOS_ID", "EOS_ID", "PAD_ID", "VOCAB_SIZE", "decode", "encode"]
 
 # The original's image sentinels. They alias the control bytes 0x00-0x03 and cannot be told from
 # them, so `encode` and `decode` treat them as bytes.
-IMG_START = 0
-IMG_END = 1
-IMG_PATCH = 2
-IMG_NEWLINE = 3
+IMG_START, IMG_END, IMG_PATCH, IMG_NEWLINE = range(4)
 
 
 def encode(text: str) -> list[int]:

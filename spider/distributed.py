@@ -149,7 +149,8 @@ class World:
         store.set(f"gpu{self.rank}", str(torch.cuda.get_device_properties(self.device).uuid))
         gpus = store.multi_get([f"gpu{rank}" for rank in range(self.ranks)])
         store.set(f"read{self.rank}", "")
-        store.wait([f"read{rank}" for rank in range(self.ranks)])  # rank 0 may hold the store
+        if self.is_rank0:  # it may hold the store
+            store.wait([f"read{rank}" for rank in range(self.ranks)])
         shared = [str(rank) for rank, gpu in enumerate(gpus) if gpus.count(gpu) > 1]
         if shared:
             raise UsageError(
@@ -312,7 +313,7 @@ class Sharded(Sharding):
             param.local.grad = None if grad is None else grad.to_local()
             param.dtensor.grad = None  # else the next step's gradient would be added to it
         norms = torch._foreach_norm([p.grad for p in params if p.grad is not None])
-        # of all rows once: every replica has them
+        # the square of all rows once: every replica has them
         square = torch.stack(norms).double().square().sum() / self.world.replicas
         sums = self.world.sum(torch.cat((square[None], numbers)))
         return sums[0].sqrt().float(), sums[1:]

@@ -18,7 +18,7 @@ from torch.nn import attention
 
 from spider.kernel_checks import Check, find_wrong, first_error, value_and_gradients
 
-TOLERANCE = 0.02  # of values and gradients in bf16, relative to their norm
+TOLERANCE = 0.02  # error of values and gradients in bf16, relative to their norm
 
 
 class Implementation(NamedTuple):
@@ -77,7 +77,7 @@ def check_attention(device: torch.device, heads: int, width: int, window: int) -
     for none."""
     from torch.nn.attention.varlen import varlen_attn
 
-    lengths = torch.tensor([200, 1, 57, 300])  # of documents
+    lengths = torch.tensor([200, 1, 57, 300])  # documents' rows
     longest = int(lengths.max())
     cu_seqlens = F.pad(lengths.cumsum(0), (1, 0)).to(device, torch.int32)
     generator = torch.Generator(device).manual_seed(0)

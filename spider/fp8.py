@@ -82,7 +82,7 @@ def convert_to_fp8(model: nn.Module, device: torch.device, experts: bool, step_b
         for name, module in model.named_modules()
         if isinstance(module, nn.Linear) and takes_fp8(module, name)
     }
-    # of the gradients of outputs, a power of two
+    # the scale of outputs' gradients, a power of two
     grad_scale = on_device(2.0 ** round(math.log2(GRAD_SCALE * step_bytes)))
     config = replace(
         Float8LinearConfig.from_recipe_name("tensorwise"),

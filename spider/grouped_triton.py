@@ -28,12 +28,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-COLUMNS = 128  # of a block of the result
+COLUMNS = 128  # columns of a block of the result
 SMALL_BLOCK = 64  # rows of a block of the result
 LARGE_BLOCK = 128
 WARPS = {SMALL_BLOCK: 4, LARGE_BLOCK: 8}
 LARGE_FROM = 512  # rows per expert
-DEPTH = 32  # of a step of a block's sum
+DEPTH = 32  # summands of a step of a block's sum
 STAGES = 4
 
 

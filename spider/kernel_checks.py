@@ -14,7 +14,7 @@ class Check(NamedTuple):
     name: str
     result: Tensor
     exact: Tensor  # NaN where the kernel may return anything
-    tolerance: float = 0.0  # of the difference's norm, relative to that of the exact result
+    tolerance: float = 0.0  # norm of the difference, relative to that of the exact result
 
 
 def find_wrong(checks: Iterable[Check]) -> str | None:

@@ -4,18 +4,16 @@ Muon needs whole matrices, but FSDP cuts a matrix into rows for the shards. So e
 owner, one of all ranks, and a step has four parts:
 
 1. Within a replica, the shards send rows to the owners that are in this replica (all-to-all).
-2. Each owner orthogonalizes its matrices, in batches of one shape.
+2. Each owner orthogonalizes its matrices.
 3. The owners return the rows to the shards (all-to-all).
 4. The replicas, which have the same rows of all matrices, exchange their results (all-gather).
 
 FSDP cuts a stack (of experts, for example) between its matrices. These stay whole, and so their
 owners have them already: they take part in 2 and 4 alone.
-
-Shapes: n matrices [n, r, c].
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -25,10 +23,8 @@ from torch import Tensor, nn
 
 from spider.distributed import ShardedParameter, World
 
-MOST_TOGETHER = 1 << 26  # maximum elements of a batch of matrices
-
 Shape = tuple[int, ...]
-Work = Callable[[Tensor], Tensor]  # [n, r, c] -> [n, r, c]
+Work = Callable[[list[Tensor]], list[Tensor]]  # matrices -> as many of the same shapes
 
 
 class Matrix(NamedTuple):
@@ -56,7 +52,7 @@ def assign(params: Sequence[ShardedParameter], world: World) -> list[Matrix]:
     candidates: list[tuple[Matrix, range]] = []  # and the ranks that may own each
     for i, param in enumerate(params):
         rows, columns = param.shape[-2:]
-        # of rows, or of matrices of a stack, on each shard
+        # number of rows, or of matrices of a stack, on each shard
         counts = [end - begin for begin, end in pairwise(param.bounds)]
         if len(param.shape) == 2:
             candidates.append((Matrix(i, None, tuple(counts), columns), range(world.ranks)))
@@ -84,9 +80,9 @@ class MatrixAssignment:
     def __init__(self, world: World, params: Sequence[ShardedParameter]):
         self.world = world
         self.matrices = assign(params, world)
-        # of those that are cut into rows, the ones that this replica owns, by the owner's shard
+        # matrices cut into rows that this replica owns, by the owner's shard
         self.split: list[list[Matrix]] = [[] for _ in range(world.shards)]
-        # of those of stacks, the ones that this rank owns
+        # matrices of stacks that this rank owns
         self.stacked: list[Matrix] = []
         for matrix in self.matrices:
             replica, shard = divmod(matrix.owner, world.shards)
@@ -105,7 +101,7 @@ class MatrixAssignment:
         empty = local[0].new_empty(0)
         collected = self._collect(local, empty)
         stacked = [part_of(matrix, local) for matrix in self.stacked]
-        updates = apply_in_batches([*collected, *stacked], work)
+        updates = work([*collected, *stacked])
         results = self._return_rows(updates[: len(collected)], empty)
         results |= zip(self.stacked, updates[len(collected) :], strict=True)
         results |= self._exchange_between_replicas(results, empty)
@@ -209,24 +205,3 @@ def cut(flat: Tensor, shapes: list[Shape]) -> list[Tensor]:
     """Cut a flat tensor into tensors of these shapes."""
     parts = flat.split([math.prod(shape) for shape in shapes])
     return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
-
-
-def batches_by_shape(tensors: Sequence[Tensor]) -> Iterator[list[int]]:
-    """Yield the indices of tensors whose matrices have one shape, in batches of at most
-    MOST_TOGETHER elements."""
-    by_shape: dict[torch.Size, list[int]] = {}
-    for i, tensor in enumerate(tensors):
-        by_shape.setdefault(tensor.shape[-2:], []).append(i)
-    for indices in by_shape.values():
-        per_batch = max(1, MOST_TOGETHER // tensors[indices[0]].numel())
-        for first in range(0, len(indices), per_batch):
-            yield indices[first : first + per_batch]
-
-
-def apply_in_batches(matrices: list[Tensor], work: Work) -> list[Tensor]:
-    """Apply `work` to matrices, in batches of one shape."""
-    out: dict[int, Tensor] = {}
-    for batch in batches_by_shape(matrices):
-        results = work(torch.stack([matrices[i] for i in batch]))
-        out |= zip(batch, results.unbind(), strict=True)
-    return [out[i] for i in range(len(matrices))]

@@ -24,7 +24,7 @@ from spider.config import OPTIMIZERS
 from spider.distributed import Sharded, ShardedParameter, sharding_of
 from spider.machine import multiplies_bf16, quiet
 from spider.memory import EngramTable, Lookups
-from spider.muon_ranks import MatrixAssignment, batches_by_shape
+from spider.muon_ranks import MatrixAssignment
 from spider.state import SCALE_BLOCK, load_optimizers, optimizer_states
 
 # --------------------------------------------------------------------------------------------------
@@ -47,7 +47,7 @@ class Kind(NamedTuple):
     `adagrad`."""
 
     pattern: str  # regular expression, searched in the parameter's name
-    component: str  # of the table that --dry_run prints
+    component: str  # row of the table that --dry_run prints
     optimizer: str
     read: Read
     rate: float = 1.0  # AdamW's learning rate, relative to that of others
@@ -252,7 +252,7 @@ class Muon(torch.optim.Optimizer):
             for indices in batches_by_shape(params):
                 batch = [params[i] for i in indices]
                 ahead, mask = self._look_ahead(batch, group["momentum"])
-                apply_updates(batch, update_of(ahead, mask, group["lr"]), mask, group)
+                apply_updates(batch, orthogonal_update(ahead, mask, group["lr"]), mask, group)
 
     def _step_assigned(self, group: dict, assignment: MatrixAssignment):
         """Step sharded parameters, of which this rank has some rows, or some matrices of a stack.
@@ -267,7 +267,7 @@ class Muon(torch.optim.Optimizer):
             ahead, mask = self._look_ahead([p], group["momentum"])
             aheads.append(ahead.view(p.shape))
             masks.append(mask)
-        updates = assignment(aheads, partial(update_of, mask=None, lr=group["lr"]))
+        updates = assignment(aheads, partial(updates_of, lr=group["lr"]))
         for p, update, known_mask in zip(group["params"], updates, masks, strict=True):
             if known_mask is not None:
                 apply_updates([p], update * known_mask, known_mask, group)
@@ -279,12 +279,13 @@ class Muon(torch.optim.Optimizer):
         The mask is false for a matrix of a stack that has no gradient. It keeps momentum and
         weights. This is decided on the device, since the host would have to wait for it."""
         grads = [p.grad for p in params if p.grad is not None]
-        counts = [p.shape[:-2].numel() for p in params]  # of matrices
+        counts = [p.shape[:-2].numel() for p in params]  # numbers of matrices
         ahead = params[0].new_empty(sum(counts), *params[0].shape[-2:], dtype=self.dtype)
-        mask = ahead.new_ones(len(ahead), 1, 1, dtype=torch.bool)
         if any(p.ndim > 2 for p in params):
             norms = [torch.linalg.vector_norm(grad, dim=(-2, -1)).flatten() for grad in grads]
             mask = (torch.cat(norms) != 0)[:, None, None]
+        else:
+            mask = ahead.new_ones(len(ahead), 1, 1, dtype=torch.bool)
         fresh = torch.where(mask, 1 - momentum, 0.0).to(params[0].dtype)
         for p, grad, out, part in zip(
             params, grads, ahead.split(counts), fresh.split(counts), strict=True
@@ -301,7 +302,33 @@ class Muon(torch.optim.Optimizer):
         return ahead, mask
 
 
-def update_of(ahead: Tensor, mask: Tensor | None, lr: float) -> Tensor:
+MOST_TOGETHER = 1 << 26  # maximum elements of a batch of matrices
+
+
+def batches_by_shape(tensors: Sequence[Tensor]) -> list[list[int]]:
+    """Return the indices of tensors whose matrices have one shape, in batches of at most
+    MOST_TOGETHER elements."""
+    by_shape: dict[torch.Size, list[int]] = {}
+    for i, tensor in enumerate(tensors):
+        by_shape.setdefault(tensor.shape[-2:], []).append(i)
+    batches: list[list[int]] = []
+    for indices in by_shape.values():
+        size = max(1, MOST_TOGETHER // tensors[indices[0]].numel())
+        batches += [indices[first : first + size] for first in range(0, len(indices), size)]
+    return batches
+
+
+def updates_of(aheads: list[Tensor], lr: float) -> list[Tensor]:
+    """Return what Muon adds to each of matrices [r, c], see orthogonal_update."""
+    updates = list(aheads)
+    for indices in batches_by_shape(aheads):
+        batch = orthogonal_update(torch.stack([aheads[i] for i in indices]), None, lr)
+        for i, update in zip(indices, batch, strict=True):
+            updates[i] = update
+    return updates
+
+
+def orthogonal_update(ahead: Tensor, mask: Tensor | None, lr: float) -> Tensor:
     """Return what Muon adds to weights, for matrices [n, r, c] from Muon._look_ahead."""
     if lr == 0:  # on a CPU, baddbmm in bf16 returns garbage if both its factors are 0
         return torch.zeros_like(ahead)

@@ -22,9 +22,9 @@ POINT_TO_POINT = {"send", "recv"}
 class Collective(NamedTuple):
     """A collective as one rank calls it."""
 
-    name: str  # of torch's operation, without its _
+    name: str  # torch's name of the operation, without its _
     group: tuple[int, ...]  # its ranks
-    # of its tensors
+    # its tensors
     dtypes: tuple[str, ...]
     sizes: tuple[int, ...]
     devices: tuple[str, ...]

@@ -42,7 +42,7 @@ class Host:
         if self.holder.stdout.readline() != "up\n":
             self.die()
             pytest.skip(f"no namespaces here: {self.holder.stderr.read().strip()}")
-        pid = self.holder.pid  # of unshare; the namespaces are those of its child
+        pid = self.holder.pid  # unshare's; the namespaces are those of its child
         self.pid = Path(f"/proc/{pid}/task/{pid}/children").read_text().strip()
 
     def inside(self, *command, **options) -> subprocess.Popen:

@@ -11,7 +11,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 import torch
@@ -63,16 +62,6 @@ def signalled(step):
     at_step(step, before=lambda _: os.kill(os.getpid(), signal.SIGTERM))
 
 
-def signalled_twice(step):
-    """As a rank of torchrun, if a signal is sent to both."""
-
-    def signal_twice(_):
-        os.kill(os.getpid(), signal.SIGTERM)
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    at_step(step, before=signal_twice)
-
-
 def child_of_torchrun(_):
     """The parent, here the server that forks jobs, is the one that started this process."""
     common.PARENT = os.getppid()
@@ -111,10 +100,6 @@ def unread(_):
     os.dup2(writing, 2)
 
 
-def late(seconds):
-    time.sleep(seconds)
-
-
 # --------------------------------------------------------------------------------------------------
 # Forked processes
 
@@ -127,24 +112,20 @@ def reserve_port() -> socket.socket:
     return reserved
 
 
-def rank_variables(rank: int, ranks: int) -> dict[str, str]:
+def rank_variables(rank: int, ranks: int, port: int) -> dict[str, str]:
     """Return torchrun's variables for a rank of this machine."""
     return dict(
         RANK=str(rank),
         LOCAL_RANK=str(rank),
         WORLD_SIZE=str(ranks),
         LOCAL_WORLD_SIZE=str(ranks),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
     )
 
 
-def set_rank(rank: int, ranks: int, port: int):
-    """Set torchrun's variables in this process."""
-    os.environ |= rank_variables(rank, ranks)
-    os.environ |= dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-
-
 def work_in_group(rank, ranks, shards, port, work):
-    set_rank(rank, ranks, port)
+    os.environ |= rank_variables(rank, ranks, port)
     world = World()
     world.join(torch.device("cpu"), shards, LIMIT)
     work(world)
@@ -166,37 +147,25 @@ def run_ranks(processes, work, ranks: int, shards: int) -> list[int]:
     return [process.exitcode for process in forked]
 
 
-class JobSettings(NamedTuple):
-    """What the ranks of a Job have in common."""
+def run_as_rank(rank, ranks, ports, argvs, faults, directory, environ, stdout, log):
+    """Run command lines in this process, as a rank.
 
-    ranks: int
-    ports: list[int]  # one for each command line
-    argvs: tuple
-    directory: Path
-    environ: dict[str, str]
-    stdout: Path
-    log: Path
-    faults: tuple  # (fault, rank, argument)
-
-
-def run_as_rank(rank: int, job: JobSettings):
-    """Run the command lines of a job in this process, as a rank."""
+    ports: one for each command line. faults: (fault, rank, argument)."""
     for name in train.ENVIRONMENT:
         os.environ.pop(name.upper(), None)
-    set_rank(rank, job.ranks, job.ports[0])
-    os.environ |= job.environ
-    os.chdir(job.directory)
-    sys.stdout = open(job.stdout, "w")
-    sys.stderr = open(job.log, "a", buffering=1)
+    os.environ |= environ
+    os.chdir(directory)
+    sys.stdout = open(stdout, "w")
+    sys.stderr = open(log, "a", buffering=1)
     os.dup2(sys.stderr.fileno(), 2)
     do_nothing_slow()
-    if job.ranks > 1:  # Muon's products too in fp32, where another order of sums shows least
+    if ranks > 1:  # Muon's products too in fp32, where another order of sums shows least
         optim.multiplies_bf16 = lambda device: False
-    for fault, victim, argument in job.faults:
+    for fault, victim, argument in faults:
         if victim == rank:
             fault(argument)
-    for argv, port in zip(job.argvs, job.ports, strict=True):
-        os.environ["MASTER_PORT"] = str(port)
+    for argv, port in zip(argvs, ports, strict=True):
+        os.environ |= rank_variables(rank, ranks, port)
         status = command_line(argv)
     if torch.distributed.is_initialized():
         print(IN_GROUP, file=sys.stderr)
@@ -212,18 +181,18 @@ class Job:
         name = f".job-{time.monotonic_ns()}"
         self.stdout = directory / f"{name}.out"
         self.log = directory / f"{name}.log"
-        settings = JobSettings(
-            ranks,
+        settings = dict(
+            ranks=ranks,
             ports=[reserved.getsockname()[1] for reserved in self.reserved],
             argvs=argvs,
+            faults=faults,
             directory=directory,
             environ=environ,
             stdout=self.stdout,
             log=self.log,
-            faults=tuple(faults),
         )
         self.ranks = [
-            processes.Process(target=run_as_rank, args=(rank, settings), daemon=True)
+            processes.Process(target=run_as_rank, args=(rank,), kwargs=settings, daemon=True)
             for rank in range(ranks)
         ]
         for process in self.ranks:

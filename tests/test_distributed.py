@@ -4,6 +4,7 @@ and faults."""
 import os
 import signal
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
@@ -21,14 +22,12 @@ from jobs import (
     child_of_torchrun,
     full_disk,
     last_lines,
-    late,
     nan,
     out_of_memory,
     rank_variables,
     reserve_port,
     runs_alone,
     signalled,
-    signalled_twice,
     steps_done,
     torchrun,
     until,
@@ -104,45 +103,48 @@ def test_ranks_that_cannot_join_are_told_why(monkeypatch, environ, shards, messa
         World(environ).join(torch.device("cpu"), shards, 1.0)
 
 
-def join_on_gpus(monkeypatch, uuids: list[str], visible: int) -> list[tuple[torch.device, str]]:
-    """Join as ranks in threads of this process; return the device and the error of each. Without
-    CUDA they get no further than NCCL.
-
-    uuids: of the GPU of each rank. visible: the number of GPUs that each rank sees."""
+@pytest.mark.skipif(torch.cuda.is_available(), reason="would start NCCL")
+@pytest.mark.parametrize(
+    "gpus, visible, indices, message",
+    (
+        ("abc", 4, [0, 1, 2], ""),
+        ("abc", 1, [0, 0, 0], ""),
+        ("aba", 2, [0, 1, 0], "ranks 0, 2 of 3 would share GPUs"),
+    ),
+)
+def test_rank_takes_the_gpu_of_its_local_rank_or_the_only_visible_one_and_shares_none(
+    monkeypatch, gpus, visible, indices, message
+):
+    """Ranks are threads of this process, each with a GPU of `gpus`. Without CUDA they get no
+    further than NCCL."""
     this_thread = threading.local()
     monkeypatch.setattr(torch.cuda, "device_count", lambda: visible)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     monkeypatch.setattr(
         torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=this_thread.uuid)
     )
-    ranks = len(uuids)
 
-    def join(rank: int) -> tuple[torch.device, str]:
-        this_thread.uuid = uuids[rank]
-        world = World(rank_variables(rank, ranks))
+    def join(rank: int) -> tuple[int, str]:
+        this_thread.uuid = gpus[rank]
+        world = World(rank_variables(rank, 3, port))
         with pytest.raises(SpiderError) as fault:
             world.join(torch.device("cuda"), 1, 20.0)
-        return world.device, str(fault.value)
+        return world.device.index, str(fault.value)
 
-    with reserve_port() as reserved, ThreadPoolExecutor(ranks) as pool:
+    with reserve_port() as reserved, ThreadPoolExecutor(3) as pool:
+        port = reserved.getsockname()[1]
         monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-        monkeypatch.setenv("MASTER_PORT", str(reserved.getsockname()[1]))
-        return list(pool.map(join, range(ranks)))
+        monkeypatch.setenv("MASTER_PORT", str(port))
+        joined = list(pool.map(join, range(3)))
+    assert [index for index, _ in joined] == indices
+    for _, fault in joined:
+        assert fault.startswith(message)
+        assert ("share" in fault) == bool(message)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="would start NCCL")
-@pytest.mark.parametrize("visible, indices", ((4, [0, 1, 2]), (1, [0, 0, 0])))
-def test_rank_takes_the_gpu_of_its_local_rank_or_the_only_visible_one(
-    monkeypatch, visible, indices
-):
-    joined = join_on_gpus(monkeypatch, ["GPU-a", "GPU-b", "GPU-c"], visible)
-    assert [device.index for device, _ in joined] == indices
-    assert all("share" not in fault for _, fault in joined)  # but that there is no NCCL here
-
-
-def test_ranks_that_share_a_gpu_are_all_told_which_before_nccl_starts(monkeypatch):
-    joined = join_on_gpus(monkeypatch, ["GPU-a", "GPU-b", "GPU-a"], visible=2)
-    assert {fault.partition(":")[0] for _, fault in joined} == {"ranks 0, 2 of 3 would share GPUs"}
+def test_one_process_agrees_with_itself():
+    world = World({})
+    assert world.all(True) and not world.all(False)
 
 
 def test_one_process_reads_each_batch_when_it_is_due():
@@ -427,7 +429,7 @@ def test_only_rank_of_torchrun_saves_though_a_signal_to_both_reaches_it_twice(
     tmp_path, shards, processes
 ):
     argv = run_flags(shards, tmp_path / "run", steps=100)
-    faults = [(child_of_torchrun, 0, None), (signalled_twice, 0, 4)]
+    faults = [(child_of_torchrun, 0, None), (signalled, 0, 4), (signalled, 0, 4)]
     job = Job(processes, tmp_path, 1, argv, faults=faults, TORCHELASTIC_RUN_ID="x")
     statuses, log = job.end()
     assert statuses == [143], log
@@ -557,7 +559,7 @@ def test_ranks_refuse_a_crafted_optimizer_state_together_in_one_line(
 @pytest.mark.slow
 def test_ranks_wait_for_one_that_starts_late(tmp_path, shards, processes):
     argv = run_flags(shards, tmp_path / "run", "--rank_timeout", "60", *NO_EVAL, steps=2)
-    run_on(processes, tmp_path, 2, argv, faults=[(late, 1, 20)])
+    run_on(processes, tmp_path, 2, argv, faults=[(time.sleep, 1, 20)])
 
 
 @pytest.mark.slow

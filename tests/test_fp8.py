@@ -121,7 +121,7 @@ def test_a_row_in_fp8_does_not_depend_on_others_where_the_scale_is_known_beforeh
         x = torch.randn(2, linear.in_features, generator=generator)
         upstream = torch.randn(2, linear.out_features, generator=generator) / 64
         results = []
-        for factor in (1.0, 3.7):  # of the second row, in values and in gradients
+        for factor in (1.0, 3.7):  # scales the second row, in values and in gradients
             factors = torch.tensor([[1.0], [factor]])
             rows = (x * factors).requires_grad_()
             y = linear(rows)

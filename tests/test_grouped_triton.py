@@ -16,7 +16,7 @@ from test_tile_moe import check_backend
 from tile_moe import multiply_in_turn, resolve_backend
 
 SHAPES = 200
-# of shared memory that a block may take, by architecture
+# shared memory that a block may take, by architecture
 KIBIBYTES = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
 TRITON = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="needs Triton: pip install triton"
@@ -73,7 +73,7 @@ def test_kernels_compile_without_spills_into_the_shared_memory_of_a_block(
     monkeypatch.setattr(triton.runtime.JITFunction, "run", compile_only)
     end = torch.zeros(32, dtype=torch.int32)
     for d, f, dtype in (
-        (2048, 1024, torch.bfloat16),  # of `1b`
+        (2048, 1024, torch.bfloat16),  # shapes of `1b`
         (512, 2048, torch.bfloat16),
         (2048, 1024, torch.float32),
         (80, 48, torch.bfloat16),  # with blocks of 16

@@ -174,6 +174,7 @@ def test_the_check_accepts_a_right_product_and_names_what_of_another_is_wrong(dt
     assert wrong(grouped_product) is None
     for part, change, named in (
         ("value", lambda y: y.roll(1, 1), "the value of "),
+        ("value", lambda y: y * math.nan, "the value of "),
         ("rows", lambda g: g * 1.01, "the gradient of rows of "),
         ("weights", lambda g: g.roll(1, 0), "the gradient of weights of "),
         ("weights", without_empty_experts, "the gradient of weights of "),
