@@ -214,6 +214,8 @@ STATES = """
     first["more"] = torch.ones(3)
     del first["step"]
     first["exp_avg"] = first["exp_avg_sq"]
+    first["exp_avg"] = first["exp_avg"].mT.contiguous().mT
+    first["exp_avg"] = torch._neg_view(first["exp_avg"])
     first["step"] = by_param[1]["step"]
     by_param[0] = by_param[1]
     by_param[0] = [1]
@@ -253,11 +255,12 @@ def rewrite(path: Path, change: Callable[[bytes], bytes] = bytes, again: bool = 
     with zipfile.ZipFile(path, "w", **options) as archive:
         for name, content in records.items():
             archive.writestr(name, change(content) if name.endswith("data.pkl") else content)
-        largest = max(archive.filelist, key=lambda info: info.file_size)
         if again:
-            other = copy.copy(largest)
+            other = copy.copy(max(archive.filelist, key=lambda info: info.file_size))
             other.filename = "archive/data/1000"
             archive.filelist.append(other)
+        for info in archive.filelist:
+            info.external_attr = 0  # as torch writes it
 
 
 def deepened(pickled: bytes) -> bytes:
@@ -287,7 +290,8 @@ def crafted_files(path: Path, saved: dict, part: str) -> Iterator[str]:
             long_pickle=dict(change=lambda pickled: pickled + bytes(20 << 20)),
             deep=dict(change=deepened),
         ).items():
-            torch.save(saved | dict(optimizer_state_dict=dict(muon="MARK")), path)
+            states = dict(adamw="MARK") if name == "deep" else saved["optimizer_state_dict"]
+            torch.save(saved | dict(optimizer_state_dict=states), path)
             rewrite(path, **options)
             yield name
     elif part == "values":
