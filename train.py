@@ -840,13 +840,13 @@ def train_step(
     batches: list[Batch],
     now: StepSettings,
     grad_clip: float = 1.0,
-    votes: Sequence[float] = (),
+    votes: Callable[[], Sequence[float]] = tuple,
 ) -> tuple[dict[str, Any], list[float]]:
     """Run one optimizer step; return its metrics, and the votes of all ranks.
 
-    votes: this rank's, see StopSignals."""
+    votes: returns this rank's, see StopSignals; asked after the passes, which take the time."""
     sums = accumulate(model, batches, now)
-    numbers = reduce_numbers(optimizers, sums, votes)
+    numbers = reduce_numbers(optimizers, sums, votes())
     updated = update(model, optimizers, numbers, now, grad_clip)
     return numbers.metrics | dict(skipped=not updated), numbers.votes
 
@@ -1115,7 +1115,7 @@ def main(
         now = settings_of_step(flags, loader, progress, horizon)
         optimizers.set_lr(flags.lr, now.lr_factor)
         batches = feed.take()
-        metrics, votes = train_step(model, optimizers, batches, now, flags.grad_clip, stop.votes())
+        metrics, votes = train_step(model, optimizers, batches, now, flags.grad_clip, stop.votes)
         stop.agree(votes)
         # ------------------------------------------------------------------------------------------
 

@@ -199,7 +199,7 @@ def test_any_value_of_any_flag_or_variable_is_taken_or_refused_by_name():
     rng = random.Random(7)
     taken = bad = 0
     for name in SPECS.keys() - {"config"}:
-        for value in (*JUNK, repr(rng.uniform(-9, 9)), *CHOICES[name]):
+        for value in (*JUNK, repr(rng.uniform(-9, 9)), *CHOICES.get(name, ())):
             sources = [([f"--{name}={value}"], {}, f"--{name}")]
             if name in train.ENVIRONMENT and value:
                 sources.append(([], {name.upper(): value}, name.upper()))
