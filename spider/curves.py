@@ -23,7 +23,7 @@ from spider.machine import quiet
 from spider.run import read_lines
 
 EPOCHS = 30  # the beginnings of more are not marked
-COLUMNS = 4  # of charts, at most
+COLUMNS = 4  # charts in a row, at most
 
 
 class Chart(NamedTuple):
