@@ -362,7 +362,7 @@ class Figure:
     characters: int  # in these bytes
     bits_per_byte: float
     bits_per_character: float
-    seq_len: int | None  # of the windows; None with --adapt
+    seq_len: int | None  # bytes of a window; None with --adapt
     precision: str
     adapt: bool
 

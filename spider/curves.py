@@ -23,7 +23,7 @@ from spider.machine import quiet
 from spider.run import read_lines
 
 EPOCHS = 30  # the beginnings of more are not marked
-COLUMNS = 4  # of charts, at most
+COLUMNS = 4  # charts in a row, at most
 
 
 class Chart(NamedTuple):
@@ -127,7 +127,7 @@ def draw_chart(axes, chart: Chart, runs: list[tuple[str, list[dict]]]):
         axes.plot(x, y, color, lw=1.4, marker="o" if len(y) == 1 else "")
         axes.plot(dots_x, dots_y, color, marker="o", ms=4, ls="")
         axes.plot([], [], color, label=plain(f"{label} {', '.join(last)}"))
-    axes.autoscale(False, axis="y")  # a loss starts so high that the rest would look flat
+    axes.set_ylim(axes.get_ylim())  # a loss starts so high that the rest would look flat
     for number, (_, lines) in enumerate(runs):
         x, y = curve_of(lines, chart.name, chart.factor)
         axes.plot(x, y, f"C{number}", lw=0.7, alpha=0.35)

@@ -466,7 +466,7 @@ def count_characters(pieces: Iterable[np.ndarray], special: bool) -> int:
 # measured in docs/results/learning.md, "Adaptation".
 
 RATE = 0.4  # the tables' learning rate; in training 0.25
-DENSE_RATE = 1.5e-4  # of AdamW, for all other weights
+DENSE_RATE = 1.5e-4  # AdamW's learning rate, for all other weights
 CHUNK = 1024  # bytes between two steps
 CONTEXT = 1024  # bytes before a chunk that the model sees, at most
 

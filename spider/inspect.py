@@ -48,10 +48,10 @@ WINDOW = 8192  # bytes that the model reads at once, half of them context
 LIKELIEST = 3  # bytes that are named as expected
 
 # Limits between eight shades
-BITS = (0.5, 1, 2, 3, 4, 6, 8)  # of surprise
-LOADS = (0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0)  # of an expert's load, relative to an even one
-VOTES = (0.0, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0)  # of a vote, in nats
-GATES = tuple(step / 8 for step in range(1, 8))  # of a gate
+BITS = (0.5, 1, 2, 3, 4, 6, 8)  # surprise
+LOADS = (0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0)  # an expert's load, relative to an even one
+VOTES = (0.0, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0)  # a vote, in nats
+GATES = tuple(step / 8 for step in range(1, 8))  # a gate
 SHADES_OF = {"bits": BITS, "loads": LOADS, "gates": GATES, "votes": VOTES}
 
 # --------------------------------------------------------------------------------------------------
@@ -75,7 +75,7 @@ class Record:
         self.ends: list[bool] = []  # by id, whether it ends a segment
         self.loops: list[int] = []  # by finished segment
         self.load: dict[Visit, Tensor] = {}  # tokens per expert, [E]
-        self.gates: dict[Visit, dict[int, float]] = {}  # of Engram, by segment
+        self.gates: dict[Visit, dict[int, float]] = {}  # Engram's gates, by segment
         self.byte_gates: list[Tensor] = []  # by pass, [ids, orders and match contexts]
         # by pass, [ids, contexts]: weight of the newest occurrence's vote, NaN for none
         self.votes: list[Tensor] = []

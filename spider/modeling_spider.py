@@ -144,7 +144,7 @@ class SpiderForCausalLM(PreTrainedModel, GenerationMixin):
 
     config_class = SpiderHFConfig
     _is_stateful = True
-    accepts_loss_kwargs = True  # of the Trainer: forward takes num_items_in_batch
+    accepts_loss_kwargs = True  # the Trainer reads it: forward takes num_items_in_batch
     supports_gradient_checkpointing = True
 
     def __init__(self, config: SpiderHFConfig):

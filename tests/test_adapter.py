@@ -148,7 +148,6 @@ def test_a_label_of_pad_within_a_row_is_ignored(model):
 
 def test_generate_writes_what_spider_writes_and_reads_every_byte_once(model, spider, monkeypatch):
     prompt = [BOS_ID, *b"abc def g"]
-    expected = list(spider.generate(prompt, 30, temperature=0, n_loops=3))
     lengths = []  # of the steps
     step = type(model.spider).step
 
@@ -157,15 +156,14 @@ def test_generate_writes_what_spider_writes_and_reads_every_byte_once(model, spi
         return step(self, ids, state)
 
     monkeypatch.setattr(type(model.spider), "step", record_length)
-    for _ in range(2):
+    for n_loops in (3, 1):
+        expected = list(spider.generate(prompt, 30, temperature=0, n_loops=n_loops))
         lengths.clear()
-        assert continuation(model, prompt, 30)[: len(expected)] == expected
+        assert continuation(model, prompt, 30, n_loops=n_loops)[: len(expected)] == expected
         assert lengths == [len(prompt)] + [1] * (len(lengths) - 1)
     lengths.clear()
-    assert continuation(model, prompt, 30, use_cache=False)[: len(expected)] == expected
+    assert continuation(model, prompt, 30, n_loops=1, use_cache=False)[: len(expected)] == expected
     assert not lengths
-    in_one_loop = list(spider.generate(prompt, 9, temperature=0, n_loops=1))
-    assert continuation(model, prompt, 9, n_loops=1)[: len(in_one_loop)] == in_one_loop
 
 
 def test_generate_as_a_trainer_leaves_the_model_writes_the_same(model):
@@ -181,17 +179,10 @@ def test_generate_as_a_trainer_leaves_the_model_writes_the_same(model):
         model.eval()
 
 
-def test_drawn_bytes_have_the_models_probabilities_and_no_id_that_texts_lack(model, spider):
-    torch.manual_seed(0)
+def test_ids_that_texts_lack_are_never_drawn(model):
     prompt = torch.tensor([[BOS_ID, 97]])
-    drawn = model.generate(prompt, max_new_tokens=1, num_return_sequences=4000, temperature=1.0)
-    share = torch.bincount(drawn[:, 2], minlength=272) / 4000
-    never = [PAD_ID, BOS_ID]
-    assert share[never].sum() == 0
-    logits = spider(prompt, n_loops=3).logits[0, -1].detach()
-    logits[never] = -torch.inf
-    assert (share - logits.softmax(0)).abs().sum() < 0.2
-    assert (share - logits.mul(2).softmax(0)).abs().sum() > 0.2  # another temperature
+    drawn = model.generate(prompt, max_new_tokens=1, num_return_sequences=4000, temperature=1e6)
+    assert set(drawn[:, 2].tolist()) == {*range(272)} - {PAD_ID, BOS_ID}
 
 
 def test_a_kept_cache_continues_its_text_alone(model):

@@ -329,7 +329,7 @@ def test_an_export_is_scored_like_its_checkpoint(exported, checkpoint, tmp_path)
     figures = json.loads(out.read_text())
     for figure in figures:
         del figure["checkpoint"]
-        assert figure["seq_len"] == 32
+        assert (figure["seq_len"], figure["n_loops"]) == (32, 3)
     assert figures[:2] == figures[2:4] == figures[4:]
 
 

@@ -13,7 +13,7 @@ import torch
 from conftest import awake, small_config
 from preparing import stream
 from spider.decode import forbid_repeats
-from spider.inference import Sampler, SampleSettings, converse, decoder_of, trained_loops, windows
+from spider.inference import Sampler, SampleSettings, converse, decoder_of, windows
 from spider_model import Spider
 from tokenizer import BOS_ID, EOS_ID
 
@@ -55,12 +55,6 @@ def test_a_cpu_with_bf16_decodes_in_fp32(model, monkeypatch):
     monkeypatch.setattr("spider.inference.multiplies_bf16", lambda _: True)
     saved = dict(cfg=asdict(model.config), model_state_dict=model.state_dict())
     assert decoder_of(saved, torch.device("cpu"), Spider).compute_dtype == torch.float32
-
-
-@pytest.mark.parametrize("recorded, loops", ((dict(n_loops=7), 7), ({}, 2)))
-def test_a_model_runs_as_many_loops_as_its_run_did_and_not_as_it_has_adapters(recorded, loops):
-    cfg = asdict(small_config(n_loops=2))
-    assert trained_loops(dict(cfg=cfg) | recorded) == loops
 
 
 def greedy(model: Spider, text: bytes, count: int = MAX_BYTES) -> bytes:
@@ -139,16 +133,6 @@ def test_no_repeat_ngram_size_forbids_what_transformers_forbids(size):
         if n >= size:
             expected = NoRepeatNGramLogitsProcessor(size)(written[:, :n], logits.clone())
         assert torch.equal(forbid_repeats(logits, written[:, :n], size), expected)
-
-
-@pytest.mark.parametrize("size", (1, 2, 3, 5))
-def test_generation_writes_no_sequence_twice(model, size):
-    state = model.decoding_state(2)
-    first = model.step(torch.full((2, 1), BOS_ID), state)[:, -1]
-    columns = model.generate_batch(first, state, 30, temperature=0, no_repeat_ngram_size=size)
-    for row in zip(*columns, strict=True):
-        grams = [row[i : i + size] for i in range(len(row) - size + 1)]
-        assert len(grams) == len(set(grams))
 
 
 @pytest.mark.parametrize("seq_len", (2, 7, 16, 64))

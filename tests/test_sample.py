@@ -130,32 +130,19 @@ def test_text_is_streamed_as_whole_characters(trained, writes, capsysbinary, sto
     assert capsysbinary.readouterr().out.decode() == "é漢🕸\n\ufffdx\n"
 
 
-def test_a_closed_pipe_ends_it_silently(trained):
-    argv = [ROOT / "sample.py", trained / "spider-step3.pt", *"--bytes 100000 --prompt x".split()]
-    process = subprocess.Popen(
-        [sys.executable, *argv], stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    )
+def test_a_closed_pipe_ends_it_silently_and_torch_dynamo_is_not_imported(trained, tmp_path):
+    words = "--bytes 100000 --prompt x".split()
+    argv = [sys.executable, "-X", "importtime", ROOT / "sample.py", trained, *words]
+    with open(tmp_path / "stderr", "w") as stderr:
+        process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=stderr)
     assert process.stdout.read(1) == b"x"
     process.stdout.close()
-    assert process.stderr.read() == b"sample.py: starting\n" and process.wait() == 0
-
-
-def test_a_full_disk_is_one_line_and_torch_dynamo_is_not_imported(trained):
-    argv = [ROOT / "sample.py", trained / "spider-step3.pt", *"--prompt x --raw".split()]
-    with open("/dev/full", "wb") as full:
-        done = subprocess.run(
-            [sys.executable, "-X", "importtime", *argv],
-            stdout=full,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-    imports = []
-    shown = []
-    for line in done.stderr.splitlines():
-        (imports if line.startswith("import time:") else shown).append(line)
-    assert done.returncode == 2
-    assert shown == ["sample.py: starting", "sample.py: error: No space left on device"]
-    assert any("spider_model" in line for line in imports)
+    assert process.wait(timeout=100) == 0
+    lines = (tmp_path / "stderr").read_text().splitlines()
+    imports = [line for line in lines if line.startswith("import time:")]
+    others = [line for line in lines if not line.startswith("import time:")]
+    assert others[0] == "sample.py: starting" and "the newest checkpoint" in others[1]
+    assert len(others) == 2
     assert not [line for line in imports if "torch._dynamo" in line]  # which takes a second
 
 
@@ -163,25 +150,23 @@ def test_standard_input_is_continued_like_a_prompt(trained, tmp_path, monkeypatc
     argv = [str(trained), *"--bytes 4 --raw --seed 3".split()]
     stdin = os.dup(0)
     try:
-        for text in (b"abc\n", b"", b"a\xffb"):
+        for text, limit in ((b"abc\n", 4), (b"", 4), (b"a\xffb", 3), (b"abc", 2)):
             (tmp_path / "stdin").write_bytes(text)
             with open(tmp_path / "stdin", "rb") as file:
                 os.dup2(file.fileno(), 0)
-            assert sample.main(argv) == 0
-            written = capsysbinary.readouterr().out
-            assert sample.main([*argv, "--prompt", os.fsdecode(text)]) == 0
-            assert written == capsysbinary.readouterr().out
-            assert written.startswith(text) and len(written) > len(text)
-        for limit, status in ((3, 0), (2, 2)):
             monkeypatch.setitem(LIMITS, "prompt", limit)
-            os.lseek(0, 0, os.SEEK_SET)
-            assert sample.main(argv) == status
+            assert sample.main(argv) == (2 if limit < len(text) else 0)
+            written = capsysbinary.readouterr().out
+            if limit >= len(text):
+                assert sample.main([*argv, "--prompt", os.fsdecode(text)]) == 0
+                assert written == capsysbinary.readouterr().out
+                assert written.startswith(text) and len(written) > len(text)
     finally:
         os.dup2(stdin, 0)
         os.close(stdin)
 
 
-def test_samples_are_drawn_by_the_seed_and_printed_in_turn(trained, capsys):
+def test_samples_are_drawn_by_the_flags_and_printed_in_turn(trained, capsys):
     def samples(flags: str = "") -> list[str]:
         argv = "--prompt ab --bytes 30 --temperature 3 --samples 3 " + flags
         out = run_sample(capsys, trained, *argv.split()).out
@@ -196,26 +181,7 @@ def test_samples_are_drawn_by_the_seed_and_printed_in_turn(trained, capsys):
     assert samples("--seed 1") != texts
     for greedy in ("--temperature 0", "--top_k 1", "--top_p 1e-9"):
         assert len(set(samples(greedy))) == 1, greedy
-
-
-def test_every_setting_of_samples_reaches_the_model(trained, monkeypatch, capsys):
-    calls = []
-
-    def generate_batch(self, logits, state, max_new_bytes, **settings):
-        calls.append(settings | {"max_new_bytes": max_new_bytes})
-        return iter(())
-
-    monkeypatch.setattr(Spider, "generate_batch", generate_batch)
-    run_sample(capsys, trained, "--prompt", "x")
-    flags = "--bytes 7 --temperature 2 --top_k 3 --top_p 0.5 --no_repeat_ngram_size 9 --seed 4"
-    run_sample(capsys, trained, "--prompt", "x", *flags.split())
-    generators = [call.pop("generator") for call in calls]
-    assert [generator.initial_seed() for generator in generators] == [0, 4]
-    names = "max_new_bytes temperature top_k top_p no_repeat_ngram_size".split()
-    assert calls == [
-        dict(zip(names, (500, 0.8, None, None, 64), strict=True)),
-        dict(zip(names, (7, 2, 3, 0.5, 9), strict=True)),
-    ]
+    assert samples("--top_k 1 --no_repeat_ngram_size 1") != samples("--top_k 1")
 
 
 @pytest.mark.parametrize(
@@ -263,18 +229,16 @@ def test_a_better_checkpoint_than_the_newest_is_named(trained, tmp_path, capsys)
         return run_sample(capsys, tmp_path, "--prompt", "", "--bytes", "1", *flags).err
 
     save(1, loss=1.25, best=1.25)
-    save(2, loss=2.0, best=1.25)
     save(3, loss=1.5, best=1.25)
-    (line,) = [line for line in lines().splitlines() if "--best" in line]
-    assert "spider-step1.pt" in line and "1.2500" in line and "1.5000" in line
-    assert "add --best" not in lines("--best")
+    assert (
+        "spider-step1.pt has the lowest validation loss, 1.2500 nats per byte (the newest has "
+        "1.5000): to use it, add --best\n"
+    ) in lines()
+    assert "spider-step1.pt: lowest validation loss" in lines("--best")
+    save(3, loss=None, best=1.25)
+    assert "(the newest was not evaluated)" in lines()
     (tmp_path / "spider-step1.pt").unlink()
     assert "--best" not in lines()  # the best one was deleted
-    save(3, loss=None, best=2.0)
-    assert "spider-step2.pt has the lowest validation loss, 2.0000" in lines()
-    (tmp_path / "spider-step2.pt").unlink()
-    save(3, loss=None, best=1.25)
-    assert "--best" not in lines()
     save(3, loss=1.25, best=1.25)
     (tmp_path / "spider-step2.pt").write_text("not opened, so no warning")
     assert "skipped" not in lines()
@@ -504,20 +468,12 @@ def test_runs_below_a_directory_are_named_the_newest_first(tmp_path, monkeypatch
         assert line.endswith(runs)
 
 
-@pytest.mark.parametrize("value", (math.inf, math.nan))
-def test_every_command_names_a_ruined_weight(trained, tmp_path, capsys, value):
-    saved = final_state(trained)
-    saved["model_state_dict"]["lm_head.weight"][0, 0] = value
-    torch.save(saved, tmp_path / "ruined.pt")
-    (tmp_path / "a.txt").write_text("abc")
-    for argv in (
-        ["--prompt", "abc"],
-        ["--eval", tmp_path / "a.txt"],
-        ["--eval", tmp_path / "a.txt", "--adapt"],
-        ["--eval", trained.parent / "data"],
-        ["--show", "abc"],
-    ):
-        assert sample.main([*map(str, (tmp_path / "ruined.pt", *argv))]) == 2
+def test_every_command_names_a_ruined_weight(files, capsys):
+    saved = final_state(files / "run")
+    saved["model_state_dict"]["lm_head.weight"][0, 0] = math.nan
+    torch.save(saved, "ruined.pt")
+    for command in ("--prompt a", "--eval a.txt", "--eval a.txt --adapt", "--show abc"):
+        assert sample.main(["ruined.pt", *command.split()]) == 2
         assert "its weights are ruined" in capsys.readouterr().err.splitlines()[-1]
 
 
