@@ -518,7 +518,7 @@ from spider import estimate, machine
 from spider.checkpoint import (
     CheckpointWriter,
     Origin,
-    lacks_only_evaluation,
+    check_finished,
     load_origin,
     progress_of,
     restore,
@@ -988,23 +988,26 @@ def main(
     flags = plan.flags
     progress, changed = progress_of(origin, plan, loader)
     bytes_left = max(0, flags.target_tokens - progress.bytes_seen)
-    horizon = progress.step + math.ceil(bytes_left / plan.step_bytes)  # at the present batch
+    horizon = progress.step + math.ceil(bytes_left / plan.step_bytes)  # the schedule's last step
     last_step = flags.max_steps or horizon
 
     # ----------------------------------------------------------------------------------------------
     # What was chosen, and whether there is something to do
     remarks = [*describe_plan(plan, command.inherited, world), *map(str, sources)]
-    last_factor = lr_factor(min(last_step, horizon) - 1, horizon, flags)
-    warnings = horizon_warnings(plan, loader, horizon, last_factor)
+    rate_of = partial(lr_factor, horizon=horizon, flags=flags)
+    warnings = horizon_warnings(plan, loader, horizon, rate_of)
     if flags.dry_run:
         if not world.is_rank0:
             return 0
         remarks += [f"warning: {line}" for line in warnings]
         return print_dry_run(plan, remarks, world, partial(time_steps, plan, world, loader))
-    has_steps = progress.step < last_step and not progress.out_of_patience(flags.patience)
-    if not has_steps and not lacks_only_evaluation(origin, plan, progress, changed, last_step):
-        log_end(plan, progress, horizon, "nothing left to train")
-        return 0
+    if progress.step >= last_step or progress.out_of_patience(flags.patience):
+        check_finished(origin, plan, progress, changed)
+        # A signal may have kept it from the evaluation of its last step.
+        evaluated = progress.metrics is None or "val_loss" in progress.metrics
+        if evaluated or not flags.eval_every or progress.step != last_step:
+            log_end(plan, progress, horizon, "nothing left to train")
+            return 0  # without a change to any file
     for line in remarks:
         logger.info(line)
     logger.info(estimate.describe_memory(plan.memory, world))
@@ -1021,8 +1024,8 @@ def main(
     has_others_weights = origin.path is not None and not origin.resumes
     del origin  # frees the checkpoint's state, which is in the model now, before passes take memory
     # A checkpoint has the rate of the last step, also where only its evaluation is left.
-    rate_factor = lr_factor(max(0, progress.step - 1), horizon, flags)
-    optimizers.set_lr(flags.lr, rate_factor)
+    last_rate = rate_of(max(0, progress.step - 1))
+    optimizers.set_lr(flags.lr, last_rate)
 
     # ----------------------------------------------------------------------------------------------
     # Batches, checkpoints, logs
@@ -1035,7 +1038,7 @@ def main(
     if world.is_rank0:
         tracker = start_wandb(flags.run, asdict(flags), progress, closing, resumes_in_place)
     log_start(plan, progress, last_step)
-    for line in (*warnings, *rise_warning(progress, flags.lr * rate_factor, horizon)):
+    for line in (*warnings, *rise_warning(progress, flags.lr * last_rate, horizon)):
         logger.warning(line)
     if flags.precision == "fp8" or flags.compile != "off":
         warm_up(model, plan, world.device)

@@ -639,14 +639,9 @@ def progress_of(
     return progress, changed
 
 
-def lacks_only_evaluation(
-    origin: Origin, plan: "Plan", progress: RunProgress, changed: dict[str, str], last_step: int
-) -> bool:
-    """Return whether a run without a step to train has the evaluation of its last one to make up
-    for, as after a signal. If not, it writes nothing.
-
-    Raise UsageError if it has other settings than its checkpoint, or another directory, and
-    Diverged if it had diverged."""
+def check_finished(origin: Origin, plan: "Plan", progress: RunProgress, changed: dict[str, str]):
+    """Check a run that has no step left to train. Raise UsageError if it has other settings than
+    its checkpoint, or another directory, and Diverged if it had diverged."""
     progress.check_divergence(1)
     nothing_left = f"{origin.path}: no step is left to train"
     longer = "train longer (--max_steps, --target_tokens, --patience)"
@@ -661,8 +656,6 @@ def lacks_only_evaluation(
             f"{nothing_left}, but settings differ: {'; '.join(differences)}: leave them as they "
             f"were, {longer}, or name a new --ckpt_dir"
         )
-    evaluated = progress.metrics is None or "val_loss" in progress.metrics
-    return plan.flags.eval_every > 0 and not evaluated and progress.step == last_step
 
 
 def restore(

@@ -21,7 +21,7 @@ from spider_model import Spider
 # --------------------------------------------------------------------------------------------------
 # What was chosen
 
-FAR = 4  # a given learning rate from the recipe's, for a line of the log
+FAR = 4  # a given learning rate this many times above or below the recipe's is logged
 # The longest horizon and the widest model for which rates were compared (train.fitted_lr)
 FITTED_STEPS = 2930
 FITTED_WIDTH = 256
@@ -233,7 +233,7 @@ def odd_step_line(progress: RunProgress, plan: Plan) -> str:
 def log_end(plan: Plan, progress: RunProgress, horizon: int, how: str):
     """Log what a run that has ended by itself gave, and what a user can do next.
 
-    how: it ended, the last words of the line."""
+    how: the last words of the line, such as "12 s"."""
     best = progress.best_loss
     found = f"best validation loss {best:.4f}, " if math.isfinite(best) else ""
     last = (progress.metrics or {}).get("val_loss")

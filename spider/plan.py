@@ -317,13 +317,15 @@ def fit_into_minutes(plan: Plan, sources: Sequence[Source], rate: float) -> dict
     there are. All evaluations get at most a quarter of the time, unless --eval_tokens is given."""
     flags = plan.flags
     assert flags.minutes is not None
-    total = 60 * flags.minutes * rate
+    total = 60 * flags.minutes * rate  # bytes that can be read
     held_out = sum(len(source.val) for source in sources)
     eval_tokens = flags.eval_tokens
     target = total
     if flags.eval_every:
         if "eval_every" in plan.defaults.rules and "eval_every" not in plan.given:
-            evaluations: float = math.ceil(plan.horizon / flags.eval_every)  # of any horizon
+            evaluations: float = math.ceil(
+                plan.horizon / flags.eval_every
+            )  # the same for any horizon
         else:
             evaluations = max(1, total / (flags.eval_every * plan.step_bytes))  # one at the end
         if "eval_tokens" not in plan.given:
@@ -355,8 +357,9 @@ def with_machine(flags: "Flags", config: SpiderConfig, world: World) -> tuple["F
             device, config.n_heads, config.v_head_dim, config.byte_window
         )
     # On unlike GPUs ranks may choose differently: a kernel is kept only where all chose it.
-    if flags.moe_backend == "auto" and not any(world.all(backend == name) for name in KERNELS):
-        backend = "grouped"
+    if flags.moe_backend == "auto":
+        agreed = any(world.all(backend == name) for name in KERNELS)
+        backend = backend if agreed else "grouped"
     flags = replace(
         flags,
         precision=precision,
@@ -404,14 +407,16 @@ def with_memory(plan: Plan, splits: Sequence[Split], world: World) -> Plan:
 
 MAX_EPOCHS = 20  # of a horizon without a warning
 MIN_STEPS = 250  # of a horizon without a warning; a run loses 3 to 6 nats, divided by its steps
+HIGH_AT_END = 2  # a learning rate, relative to that of the horizon
 MUCH_HIGHER = 1.5  # a learning rate, relative to the last one
 
 
-def horizon_warnings(plan: Plan, loader: Loader, horizon: int, last_factor: float) -> list[str]:
+def horizon_warnings(
+    plan: Plan, loader: Loader, horizon: int, rate_of: Callable[[int], float]
+) -> list[str]:
     """Return warnings for a horizon in steps that does not suit the data or --max_steps.
 
-    last_factor: the learning rate of the last step, of the horizon or of --max_steps, as a fraction
-    of the peak."""
+    rate_of: returns the learning rate of a step, from 0, as a fraction of the peak."""
     flags = plan.flags
     warnings = []
     epochs = (flags.target_tokens * loader.share / loader.targets).max()
@@ -429,24 +434,25 @@ def horizon_warnings(plan: Plan, loader: Loader, horizon: int, last_factor: floa
             f"without --micro_batch and --grad_accum) give a lower loss, more slowly on a GPU"
         )
     last = min(horizon, flags.max_steps or horizon)
+    last_rate = rate_of(last - 1)
+    least_rate = rate_of(horizon)
     ends_in_warmup = flags.warmup_steps >= last and not flags.mock_data
     if ends_in_warmup:
         warnings.append(
             f"the warm-up is not over at step {last:,}, where the learning rate is "
-            f"{last_factor:.0%} of the peak: lower --warmup_steps from {flags.warmup_steps:,} to "
+            f"{last_rate:.0%} of the peak: lower --warmup_steps from {flags.warmup_steps:,} to "
             f"{last // 5:,}"
         )
     if flags.max_steps > horizon:
-        least = flags.lr * flags.min_lr_fraction
         warnings.append(
             f"--max_steps {flags.max_steps:,} is beyond the horizon of {horizon:,} steps: the "
-            f"steps after it run at the minimum learning rate, {least:.2e}; raise --target_tokens "
-            f"for a schedule over all of them"
+            f"steps after it run at the minimum learning rate, {flags.lr * least_rate:.2e}; raise "
+            f"--target_tokens for a schedule over all of them"
         )
-    ends_early = last < horizon and last_factor > 2 * flags.min_lr_fraction
+    ends_early = last < horizon and last_rate > HIGH_AT_END * least_rate
     if ends_early and not flags.mock_data and not ends_in_warmup:
         warnings.append(
-            f"--max_steps {flags.max_steps:,} ends the run at {last_factor:.0%} of the peak "
+            f"--max_steps {flags.max_steps:,} ends the run at {last_rate:.0%} of the peak "
             f"learning rate, which decays over {horizon:,} steps: use --target_tokens "
             f"{flags.max_steps * plan.step_bytes} for a better loss"
         )
@@ -456,8 +462,8 @@ def horizon_warnings(plan: Plan, loader: Loader, horizon: int, last_factor: floa
 def rise_warning(progress: RunProgress, rate: float, horizon: int) -> list[str]:
     """Return a warning if a run resumes at a much higher learning rate than it had.
 
-    So it is if its horizon is raised after the rate has fallen. The warm-up is no such rise: the
-    last step's rate is compared with `rate`, what it would be by the present schedule."""
+    This happens when its horizon is raised after the rate has fallen. The warm-up is no such rise:
+    the last step's rate is compared with `rate`, what it would be by the present schedule."""
     before = (progress.metrics or {}).get("lr")
     if not before or rate < MUCH_HIGHER * before:
         return []

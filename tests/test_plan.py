@@ -1,6 +1,7 @@
 """The stages from flags to the plan of a run: tables of values in and out."""
 
 from dataclasses import asdict, replace
+from functools import partial
 
 import pytest
 import torch
@@ -347,10 +348,8 @@ def test_the_precision_is_bf16_where_a_cpu_has_it():
 def test_a_horizon_that_does_not_suit_data_or_steps_is_a_warning(argv, warned):
     base = "--model 1b --seq_len 64 --micro_batch 1 --warmup_steps 0 --data_dir none"
     found = settled(*base.split(), *argv.split())
-    flags = found.flags
-    last = min(found.horizon, flags.max_steps or found.horizon)
-    factor = train.lr_factor(last - 1, found.horizon, flags)
-    lines = horizon_warnings(found, Loader([mock_source(0)], 32, 0), found.horizon, factor)
+    rate_of = partial(train.lr_factor, horizon=found.horizon, flags=found.flags)
+    lines = horizon_warnings(found, Loader([mock_source(0)], 32, 0), found.horizon, rate_of)
     for line, words in zip(lines, warned, strict=True):
         assert words in line
 
@@ -360,7 +359,7 @@ def test_more_than_twenty_epochs_of_a_source_are_a_warning(target_tokens, warnin
     argv = f"--model tiny --seq_len 2 --warmup_steps 0 --target_tokens {target_tokens}"
     found = settled(*argv.split())
     loader = Loader([source([0] * 1001, weight=0.5), source([0] * 101, weight=0.5)], 1, 0)
-    assert len(horizon_warnings(found, loader, found.horizon, 0.1)) == warnings
+    assert len(horizon_warnings(found, loader, found.horizon, lambda step: 0.1)) == warnings
 
 
 @pytest.mark.parametrize("dry", ((), ("--dry_run",)))

@@ -159,25 +159,29 @@ FLAGS = Flags(warmup_steps=10, min_lr_fraction=0.1)
 WSD = replace(FLAGS, schedule="wsd", wsd_decay_fraction=0.2)
 
 
-@pytest.mark.parametrize(
-    "flags, step, horizon, factor",
-    (
-        (FLAGS, 55, 100, 0.55),  # half of the cosine
-        (FLAGS, 10, 10, 1.0),
-        (FLAGS, 11, 11, 0.1),  # one step after the warm-up
-        (WSD, 80, 100, 1.0),
-        (WSD, 91, 100, 0.1 + 0.9 * 0.5),
-        (replace(WSD, wsd_decay_fraction=0.0), 119, 100, 1.0),
-        (replace(FLAGS, warmup_steps=0), 0, 100, 1.0),
-    ),
+RATES = (
+    (FLAGS, 55, 100, 0.55),  # half of the cosine
+    (FLAGS, 10, 10, 1.0),
+    (FLAGS, 11, 11, 0.1),  # one step after the warm-up
+    (WSD, 80, 100, 1.0),
+    (WSD, 91, 100, 0.1 + 0.9 * 0.5),
+    (replace(WSD, wsd_decay_fraction=0.0), 119, 100, 1.0),
+    (replace(FLAGS, warmup_steps=0), 0, 100, 1.0),
 )
+
+
+@pytest.mark.parametrize("flags, step, horizon, factor", RATES)
 def test_the_rate_of_a_step(flags, step, horizon, factor):
     assert lr_factor(step, horizon, flags) == pytest.approx(factor)
 
 
-def test_a_schedule_of_another_name_is_refused():
-    with pytest.raises(ValueError, match="'linear' has no rates"):
-        lr_factor(70, 100, replace(FLAGS, schedule="linear"))
+def test_each_schedule_has_its_rates_in_the_table_and_others_are_refused():
+    missing = {*train.SPECS["schedule"].options["choices"]} - {
+        flags.schedule for flags, *_ in RATES
+    }
+    assert not missing, f"{missing}: add a step's rate by the formula to RATES"
+    with pytest.raises(ValueError, match="'none such' has no rates"):
+        lr_factor(70, 100, replace(FLAGS, schedule="none such"))
 
 
 def mixture(*parts: tuple[int, float]) -> Loader:
