@@ -393,32 +393,58 @@ NOTHING_LEFT = "no step is left to train, but settings differ: "
 
 
 @pytest.mark.parametrize(
-    "flags, steps, status, expected",
+    "before, flags, steps, status, expected",
     (
-        ("", 6, 0, "to continue, raise --max_steps"),
-        ("", 4, 0, "to continue, raise --max_steps"),
-        ("--keep_last 3 --ckpt_every 2 --log_every 3 --sample_every 2 --profile", 6, 0, "done: "),
-        ("--precision bf16 --moe_backend loop --recompute core", 6, 0, "done: step 6, 384 bytes"),
-        ("--lr 0.5 --seed 7", 5, 2, f"{NOTHING_LEFT}seed was 0, is 7; lr was 0.01, is 0.5: "),
-        ("--target_tokens 64", 0, 2, f"{NOTHING_LEFT}target_tokens was 12000000, is 64; warmup"),
-        ("--eval_tokens 64", 6, 2, f"{NOTHING_LEFT}eval_tokens was "),
-        ("--n_loops 3", 6, 2, f"{NOTHING_LEFT}n_loops was 2, is 3: "),
-        ("--set core_loss_weight=0.5", 6, 2, f"{NOTHING_LEFT}core_loss_weight was 0.0, is 0.5: "),
+        ("", "", 6, 0, "to continue, raise --max_steps"),
+        ("--eval_every 0", "--eval_every 0", 6, 0, "done: step 6"),
+        ("--eval_every 0", "", 5, 0, "done: step 6"),  # the evaluation due is not of its last step
+        ("", "", 4, 0, "to continue, raise --max_steps"),
+        (
+            "",
+            "--keep_last 3 --ckpt_every 2 --log_every 3 --sample_every 2 --profile",
+            6,
+            0,
+            "done: ",
+        ),
+        (
+            "",
+            "--precision bf16 --moe_backend loop --recompute core",
+            6,
+            0,
+            "done: step 6, 384 bytes",
+        ),
+        ("", "--lr 0.5 --seed 7", 5, 2, f"{NOTHING_LEFT}seed was 0, is 7; lr was 0.01, is 0.5: "),
+        (
+            "",
+            "--target_tokens 64",
+            0,
+            2,
+            f"{NOTHING_LEFT}target_tokens was 12000000, is 64; warmup",
+        ),
+        ("", "--eval_tokens 64", 6, 2, f"{NOTHING_LEFT}eval_tokens was "),
+        ("", "--n_loops 3", 6, 2, f"{NOTHING_LEFT}n_loops was 2, is 3: "),
+        (
+            "",
+            "--set core_loss_weight=0.5",
+            6,
+            2,
+            f"{NOTHING_LEFT}core_loss_weight was 0.0, is 0.5: ",
+        ),
     ),
 )
 def test_command_that_trains_no_step_leaves_the_run_as_it_is(
-    tmp_path, shards, train_small, capsys, flags, steps, status, expected
+    tmp_path, shards, train_small, capsys, before, flags, steps, status, expected
 ):
     """Also lines of metrics.jsonl after the checkpoint."""
-    directory = train_small()
+    directory = train_small(before)
     with open(directory / "metrics.jsonl", "a") as file:
         file.write('{"step": 7}\n')
-    before = {path: path.stat().st_mtime_ns for path in directory.iterdir()}
+    times = {path: path.stat().st_mtime_ns for path in directory.iterdir()}
     written = contents(directory)
     capsys.readouterr()
     assert train.command_line(run_flags(shards, directory, flags, steps=steps)) == status
     assert expected in capsys.readouterr().err
-    assert {path: path.stat().st_mtime_ns for path in directory.iterdir()} == before
+    assert {path: path.stat().st_mtime_ns for path in directory.iterdir()} == times
     assert contents(directory) == written
 
 
