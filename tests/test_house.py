@@ -72,5 +72,6 @@ def test_no_module_with_a_generic_name_is_imported_by_those_that_work_beside_oth
 
 def test_model_imports_nothing_of_training_and_training_nothing_of_export_or_viewing():
     assert not reachable("train") & OUTSIDE
+    assert "train" not in reachable("sample")
     assert not reachable("spider_model") & (OUTSIDE | TRAINING)
     assert not reachable("data") & (OUTSIDE | {"spider_model"} | TRAINING - {"data"})
