@@ -548,7 +548,8 @@ from tokenizer import decode
 # --------------------------------------------------------------------------------------------------
 # The schedule: all that varies by step
 
-HALTING_WARMUP = 1 / 8  # of the horizon, so that every loop learns (docs/results/mechanisms.md)
+# Fraction of the horizon, so that every loop learns (docs/results/mechanisms.md)
+HALTING_WARMUP = 1 / 8
 DROPOUT_EPOCHS = 10  # until dropout reaches --dropout: text is memorized gradually
 
 
@@ -556,7 +557,7 @@ class StepSettings(NamedTuple):
     """What varies by step."""
 
     n_loops: int
-    lr_factor: float = 1.0  # of the peak learning rate
+    lr_factor: float = 1.0  # fraction of the peak learning rate
     dropout: float = 0.0
     halting_warmup: float = 1.0  # factor on halting probabilities
     clears_tables: bool = False  # clear the Engram tables after the step
@@ -766,7 +767,7 @@ def accumulate(model: Spider, batches: list[Batch], now: StepSettings) -> StepSu
 class StepNumbers(NamedTuple):
     """The numbers of a step over all ranks: tensors on the device, and what the host must know."""
 
-    total_norm: Tensor  # of the gradient
+    total_norm: Tensor  # norm of the gradient
     tokens_per_expert: Tensor  # [L, E]
     boundary_counts: Tensor
     metrics: dict[str, float]
@@ -921,7 +922,7 @@ def log_sample(model: Spider, step: int, flags: Flags, validation: Validation):
     whole.train()
 
 
-MIN_SECONDS_TIMED = 2.0  # of steps that are timed, at least one step
+MIN_SECONDS_TIMED = 2.0  # duration of the timed steps, at least one
 
 
 def time_steps(plan: Plan, world: World, loader: Loader) -> float:

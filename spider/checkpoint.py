@@ -227,7 +227,7 @@ def weight_kinds(weights: dict) -> dict[object, object]:
 # --------------------------------------------------------------------------------------------------
 # Exports (see export.py): reading one executes no code either
 
-PREFIX = "spider."  # of the names in an export: the adapter's attribute for the model
+PREFIX = "spider."  # begins the names in an export: the adapter's attribute for the model
 
 
 def safetensors():
@@ -507,7 +507,7 @@ class CheckpointWriter:
         self.keep_last = keep_last
         self.keep_best = keep_best
         self.world = world
-        self.saved_step = step if resumes_in_place else -1  # of the newest saved state
+        self.saved_step = step if resumes_in_place else -1  # step of the newest saved state
         self.failed = False  # whether the newest write failed
         self.host_copy: Any = None  # the newest saved state, whose memory the next save reuses
         self.thread = ThreadPoolExecutor(1)
@@ -586,7 +586,7 @@ def delete(path: Path):
 # --------------------------------------------------------------------------------------------------
 # Resuming
 
-MIXTURE = {"targets", "shares"}  # of the sources, see Loader.mixture
+MIXTURE = {"targets", "shares"}  # facts of the sources, see Loader.mixture
 # No changes by themselves: the same data may have moved, and the same step be split otherwise.
 MOVED = {"data_dir", "micro_batch"}
 

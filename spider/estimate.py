@@ -241,7 +241,7 @@ def _core_activations(c: SpiderConfig, step: MicroStep) -> float:
     if step.recompute == "nothing":
         kept = step.n_loops * sum(visits)
     else:
-        # of each visit: input, routing, and of a loop before the last one latents
+        # what each visit keeps: input, routing, and of a loop before the last one latents
         latent = c.kv_lora_rank + c.qk_rope_head_dim
         numbers = step.n_loops * c.hidden_size + (step.n_loops - 1) * latent
         kept = len(visits) * (size * numbers + step.n_loops * routing_kept(c))
@@ -442,7 +442,7 @@ def table_gradients(tables: dict[str, EngramTable], plan: "Plan", rows: int) -> 
 # --------------------------------------------------------------------------------------------------
 # The choice by memory, and its refusal
 
-# of the memory; the rest is for the context, fragmentation, and an error of up to a tenth
+# fraction of the memory; the rest is for the context, fragmentation, and an error of up to a tenth
 # (tests/rehearsal/test_costs.py)
 FITS = 0.85
 

@@ -198,7 +198,7 @@ def multiplies_bf16(device: torch.device) -> bool:
 # --------------------------------------------------------------------------------------------------
 # Memory
 
-CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")  # of a container, in bytes, or "max"
+CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")  # limit of a container, in bytes, or "max"
 
 
 def memory_of(device: torch.device, local_ranks: int = 1) -> float:
@@ -269,7 +269,7 @@ def keep_freed_memory():
         libc.mallopt(M_TOP_PAD, 1 << 26)
 
 
-# of host memory that CUDA cannot lock, or of a GPU that another program has filled
+# How errors begin: of host memory that CUDA cannot lock, of a GPU that another program has filled
 CUDA_IS_FULL = "CUDA error: out of memory"
 
 
@@ -326,7 +326,7 @@ def read_trace(path: Path) -> tuple[float, int]:
         if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")
     )  # in us
     busy = 0.0
-    end = -math.inf  # of all intervals so far
+    end = -math.inf  # end of all intervals so far
     for start, stop in intervals:
         busy += max(0.0, stop - max(start, end))
         end = max(end, stop)

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 MAX_MICRO_BATCH = 1 << 16  # sequences, where --global_batch chooses
 
-Split = dict[str, Any]  # of a step into micro-steps: micro_batch and grad_accum
+Split = dict[str, Any]  # a step's micro-steps: micro_batch and grad_accum
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Plan:
     model: Spider = field(compare=False, repr=False)
     ranks: int = 1
     checkpoint_size: float = 0.0  # bytes
-    documents_per_byte: float = 0.0  # of the data, for the estimate of memory
+    documents_per_byte: float = 0.0  # density of the data, for the estimate of memory
     memory: dict[str, float] = field(default_factory=dict)  # bytes of a rank, by purpose
     reasons: tuple[str, ...] = ()  # why something was chosen, for the log
 
@@ -238,7 +238,7 @@ def splits_of(
     had."""
     if flags.global_batch is None:
         return [dict(micro_batch=flags.micro_batch, grad_accum=flags.grad_accum)]
-    row_bytes = flags.seq_len * ranks  # of a sequence on every rank
+    row_bytes = flags.seq_len * ranks  # bytes of a sequence on every rank
     sequences, rest = divmod(flags.global_batch, row_bytes)
     if rest and "global_batch" not in given:  # the recipe's: as many bytes or a few more
         sequences += 1
@@ -405,8 +405,8 @@ def with_memory(plan: Plan, splits: Sequence[Split], world: World) -> Plan:
 # --------------------------------------------------------------------------------------------------
 # Warnings
 
-MAX_EPOCHS = 20  # of a horizon without a warning
-MIN_STEPS = 250  # of a horizon without a warning; a run loses 3 to 6 nats, divided by its steps
+MAX_EPOCHS = 20  # most of a horizon without a warning
+MIN_STEPS = 250  # least without a warning; a run loses 3 to 6 nats, divided by its steps
 HIGH_AT_END = 2  # a learning rate, relative to that of the horizon
 MUCH_HIGHER = 1.5  # a learning rate, relative to the last one
 

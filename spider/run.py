@@ -43,11 +43,11 @@ class RunProgress:
 
     step: int = 0  # optimizer steps done
     bytes_seen: int = 0  # training bytes consumed, PAD included
-    epoch: int = 0  # of the last step that was not skipped
+    epoch: int = 0  # epoch of the last step that was not skipped
     best_loss: float = math.inf  # lowest validation loss, nats per byte
     val_loss: float | None = None  # validation loss after the last step, if it was evaluated
     unimproved: int = 0  # last evaluations in a row that did not lower best_loss
-    metrics: dict[str, Any] | None = None  # of the last step: its line of metrics.jsonl
+    metrics: dict[str, Any] | None = None  # the last step's line of metrics.jsonl
     recent: list[float] = field(default_factory=list)  # the last RECENT losses
     lowest_peak: float = math.inf  # the smallest max(recent) so far
     # the last EXPLODED_STEPS losses exceed EXPLODED * lowest_peak, or the last loss is above
