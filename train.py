@@ -1193,8 +1193,8 @@ def command_line(argv: list[str] | None = None, model_class: type[Spider] = Spid
             except Diverged:  # on all ranks, after the same step
                 world.leave()
                 raise
-        world.leave()
-        return status
+            world.leave()
+            return status
     except common.EXPECTED as fault:
         silent = local_rank > 0 and isinstance(fault, SHARED_ERRORS)
         return common.end_of_program("train.py", fault, silent=silent)

@@ -105,7 +105,7 @@ def load_checkpoint(path: Path, mapped: bool = False) -> dict:
     """Read a checkpoint, or an export, which has only weights; this executes nothing. Raise
     CheckpointError if anything is wrong.
 
-    mapped: leave the tensors in the file, and check neither them nor the checksums."""
+    mapped: leave the tensors in the file, and skip the checksums."""
     if not path.exists():
         raise CheckpointError(f"{path} does not exist")
     required = REQUIRED
@@ -118,8 +118,7 @@ def load_checkpoint(path: Path, mapped: bool = False) -> dict:
             check_archive(path, sums=not mapped)
             state = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
         check_recorded(path, state, required)
-        if not mapped:
-            check_tree(state, "state", set())
+        check_tree(state, "state", set())
     return state
 
 
@@ -187,6 +186,8 @@ def is_a(value: Any, kind: Any) -> bool:
     of a class."""
     if isinstance(kind, UnionType):
         return any(is_a(value, part) for part in get_args(kind))
+    if isinstance(value, bool) and kind is not bool:  # True is no number of loops
+        return False
     if not isinstance(value, get_origin(kind) or kind):
         return False
     match get_args(kind):
@@ -202,10 +203,11 @@ def check_weights(path: Path, state: dict, model: nn.Module):
 
     Floating-point weights may have any of the WEIGHT_DTYPES. The model may be on the meta
     device."""
-    expected = weight_kinds(model.state_dict())
-    saved = weight_kinds(state["model_state_dict"])
-    names = expected.keys() | saved.keys()
-    odd = sorted(str(name) for name in names if expected.get(name) != saved.get(name))
+    with reading(path):
+        expected = weight_kinds(model.state_dict())
+        saved = weight_kinds(state["model_state_dict"])
+        names = expected.keys() | saved.keys()
+        odd = sorted(str(name) for name in names if expected.get(name) != saved.get(name))
     if odd:
         more = ", ..." if len(odd) > 3 else ""
         raise CheckpointError(

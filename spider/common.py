@@ -87,11 +87,18 @@ def printable(ids: Iterable[int]) -> str:
     parts = []
     for is_byte, group in groupby(ids, lambda i: i < 256):
         if is_byte:
-            raw = bytes(group).replace(b"\\", rb"\\")
-            parts.append(one_line(raw.decode("utf-8", "backslashreplace")))
+            text = bytes(group).decode("utf-8", "surrogateescape")
+            parts += [printable_character(character) for character in text]
         else:
             parts += [f"\\<{names.get(i, i)}>" for i in group]
     return "".join(parts)
+
+
+def printable_character(character: str) -> str:
+    """Escape a character, or the lone surrogate of a byte, as Python writes bytes."""
+    if character.isprintable() and character != "\\":
+        return character
+    return repr(character.encode("utf-8", "surrogateescape"))[2:-1]
 
 
 def say(line: str):

@@ -310,6 +310,9 @@ def with_minutes(plan: Plan, sources: Sequence[Source], rate: float) -> Plan:
     return replace(plan, flags=flags, given=given)
 
 
+EVALUATIONS = 10  # of a run by the recipes' rule, train.ten_evaluations
+
+
 def fit_into_minutes(plan: Plan, sources: Sequence[Source], rate: float) -> dict[str, Any]:
     """Return target_tokens and eval_tokens for a run of --minutes at `rate` bytes/s.
 
@@ -320,16 +323,14 @@ def fit_into_minutes(plan: Plan, sources: Sequence[Source], rate: float) -> dict
     total = 60 * flags.minutes * rate  # bytes that can be read
     held_out = sum(len(source.val) for source in sources)
     eval_tokens = flags.eval_tokens
+    evaluations: float = EVALUATIONS
+    by_rule = "eval_every" in plan.defaults.rules and "eval_every" not in plan.given
+    if flags.eval_every and not by_rule:
+        evaluations = max(1, total / (flags.eval_every * plan.step_bytes))  # one at the end
+    if "eval_tokens" not in plan.given:
+        eval_tokens = max(1, min(eval_tokens, held_out, int(0.75 * total / evaluations)))
     target = total
     if flags.eval_every:
-        if "eval_every" in plan.defaults.rules and "eval_every" not in plan.given:
-            evaluations: float = math.ceil(
-                plan.horizon / flags.eval_every
-            )  # the same for any horizon
-        else:
-            evaluations = max(1, total / (flags.eval_every * plan.step_bytes))  # one at the end
-        if "eval_tokens" not in plan.given:
-            eval_tokens = max(1, min(eval_tokens, held_out, int(0.75 * total / evaluations)))
         target = total - evaluations * min(eval_tokens, held_out) / 3
     target_tokens = max(plan.step_bytes, int(min(target, LARGEST)))
     return dict(target_tokens=target_tokens, eval_tokens=eval_tokens)

@@ -237,9 +237,11 @@ def gather_model(model: Model) -> Model | None:
 def check_tree(tree: Mapping[object, object], name: str, seen: set[int]):
     """Raise ValueError unless arithmetic, kernels and collectives can rely on the values in nested
     dicts: whole numbers are not above MOST, tensors are what their shapes say, and no dict occurs
-    twice, so that their number is bounded.
+    twice, so that their number is bounded. Of optimizers each tensor is also the only one in its
+    memory, since kernels write there, and a step is one that a run reaches.
 
-    seen: ids of the dicts so far."""
+    seen: ids of the dicts and addresses of the optimizers' tensors so far."""
+    of_optimizers = name.startswith("state.optimizer_state_dict")
     if id(tree) in seen:
         raise ValueError(f"{name} occurs twice")
     seen.add(id(tree))
@@ -255,6 +257,22 @@ def check_tree(tree: Mapping[object, object], name: str, seen: set[int]):
                 f"{name}.{key} must be a dense, contiguous tensor with a storage of its own: "
                 f"save it by .contiguous().clone()"
             )
+        if of_optimizers and isinstance(value, Tensor) and key not in ("qmap1", "qmap2"):
+            if value.data_ptr() in seen:
+                raise ValueError(f"{name}.{key} shares its memory with another value")
+            if value.numel():
+                seen.add(value.data_ptr())
+        if of_optimizers and key == "step":
+            check_step(value, f"{name}.{key}")
+
+
+def check_step(value: Any, name: str):
+    """Raise ValueError unless a value is a number of steps, or a tensor of one."""
+    number = value
+    if isinstance(value, Tensor) and value.numel() == 1:
+        number = value.item()
+    if type(number) not in (int, float) or not 0 <= number < MOST_STEPS:
+        raise ValueError(f"{name} must be a number from 0 to {MOST_STEPS - 1}")
 
 
 def is_plain(value: Tensor) -> bool:
@@ -289,13 +307,10 @@ def check_fits(
     sharded: Sequence[ShardedParameter] = (),
 ):
     """Raise CheckpointError unless optimizers can load their states: with the same groups of
-    parameters, and for each parameter the values that the optimizer makes. Each tensor must be the
-    only one in its memory, since kernels write there; not the tables of 8-bit AdamW, which they
-    only read.
+    parameters, and for each parameter the values that the optimizer makes.
 
     sharded: parameters of which the optimizers have rows; the states have whole ones."""
     whole_shapes = {param.local: param.shape for param in sharded}
-    addresses = set()
     try:
         for name, optimizer in optimizers.items():
             groups = [group["params"] for group in states[name]["param_groups"]]
@@ -309,14 +324,6 @@ def check_fits(
                 kinds = kind_of(values)
                 if kinds not in kinds_of_state(name, params[i].dtype, shape):
                     raise ValueError(f"for a parameter {list(shape)} it has {kinds}"[:200])
-                if not 0 <= values.get("step", 0) < MOST_STEPS:
-                    raise ValueError(f"step must be a number from 0 to {MOST_STEPS - 1}")
-                for key, value in (values | values.get(NESTED, {})).items():
-                    if not isinstance(value, Tensor) or key in ("qmap1", "qmap2"):
-                        continue
-                    if value.data_ptr() in addresses:
-                        raise ValueError(f"{key} shares its memory with another value")
-                    addresses.add(value.data_ptr())
     except Exception as fault:  # whatever a foreign state provokes
         reason = str(fault).partition("\n")[0]
         raise CheckpointError(

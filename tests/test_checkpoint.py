@@ -38,6 +38,7 @@ from spider.checkpoint import (
     find_checkpoints,
     load_checkpoint,
     load_newest,
+    load_origin,
     lowest_loss,
 )
 from spider.common import CheckpointError, locked
@@ -142,7 +143,7 @@ def test_directory_in_use_is_refused_except_for_a_dry_run(tmp_path, shards, caps
 # Crafted files: the tables say what is wrong with each
 
 # Values by key
-NO_COUNTS = (-1, 1.0, "3", None, [1], 1 << 62, 10**400)
+NO_COUNTS = (-1, True, 1.0, "3", None, [1], 1 << 62, 10**400)
 NO_LOSSES = ("x", [1.0], 10**400, math.nan, -1.0)
 VALUES = {
     "step": NO_COUNTS,
@@ -158,7 +159,7 @@ VALUES = {
     "recent": (["a"], [None], [math.nan], [10**400], {}, "ab", None, 3),
     "exploded": ("no", 1, None),
     "wandb": (3, {"name": "a", "id": 3}, "a", []),
-    "n_loops": (0, -1, 4097, 10**9, 2.0, None),
+    "n_loops": (0, True, -1, 4097, 10**9, 2.0, None),
     "recipe": ("2b", None, [], {}, 3),
     "targets": ([1.0], ["a"], [-1], [None], 3, {}, None, (1,)),
     "shares": (["a"], [None], [math.nan], 3, None),
@@ -393,9 +394,23 @@ def test_crafted_file_is_refused_in_a_line_soon_and_in_little_memory(
         assert set(os.listdir(tmp_path)) <= {"crafted.pt"}, name
 
 
+@pytest.mark.parametrize(
+    "statement",
+    ('first["step"] = torch.tensor(math.nan)', 'first["exp_avg"] = first["exp_avg_sq"]'),
+)
+def test_run_resumes_from_the_checkpoint_before_one_whose_optimizer_state_is_crafted(
+    tmp_path, trained_by, statement
+):
+    saved, _, _ = trained_by["adamw"]
+    step = saved["step"]
+    torch.save(saved, tmp_path / f"spider-step{step}.pt")
+    changed = changed_by(statement, saved, "adamw") | dict(step=step + 1)
+    torch.save(changed, tmp_path / f"spider-step{step + 1}.pt")
+    assert load_origin(tmp_path, None, False).path == tmp_path / f"spider-step{step}.pt"
+
+
 HARMLESS = """
     saved["note"] = ["by another program"]
-    saved["epoch"] = True
     saved["val_loss"] = math.inf
     saved["recent"] = [math.inf]
     saved["metrics"] = dict(loss=math.nan, skipped=True, lr=None)

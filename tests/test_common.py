@@ -94,6 +94,7 @@ def test_names_and_data_cannot_control_the_terminal():
     assert one_line("a\x1b[2J\r\n\u202e\udcff\u6f22") == "a\\x1b[2J\\r\\n\\u202e\\udcff\u6f22"
     ids = [257, *"a\\\n\u6f22".encode(), 0xE6, 256, 271]
     assert printable(ids) == "\\<BOS>a\\\\\\n\u6f22\\xe6\\<PAD>\\<271>"
+    assert printable([194, 160]) != printable([160])  # U+00A0, and a byte that is no UTF-8
 
 
 # --------------------------------------------------------------------------------------------------

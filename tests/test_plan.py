@@ -245,6 +245,8 @@ def test_a_run_fits_its_evaluations_into_its_minutes():
     # ten evaluations of a recipe
     assert fitted(1, "") == (45_000, 4500)
     assert fitted(10, "--eval_tokens 1000") == (600_000 - 10 * 1000 // 3 - 1, 1000)
+    # also where the default horizon has too few steps for as many
+    assert fitted(5, "--grad_accum 8500")[1] == int(0.75 * 300_000 / 10)
     # given, it stays, of what there is
     assert fitted(10, "--eval_tokens 1e6") == (int(600_000 - 10 * held_out / 3), 1_000_000)
     # 600,000 / 5,000 evaluations; one at the end; none
