@@ -236,7 +236,7 @@ def measure(number: int) -> tuple[float, float]:
     return measured.peak - out.boundary_counts.nbytes, estimate.activations(c, step)
 
 
-@pytest.mark.parametrize("number, error", enumerate(CHANGES.values()), ids=CHANGES)
+@pytest.mark.parametrize("number, error", [*enumerate(CHANGES.values())], ids=CHANGES)
 def test_a_size_changes_the_peak_of_a_step_by_what_is_estimated(number, error):
     before, estimated_before = measure(number)
     after, estimated = measure(number + 1)
@@ -370,7 +370,7 @@ def test_the_gradient_of_q_in_fp32_takes_a_mebibyte_per_document_beyond_the_byte
     assert estimate.flash_backward(narrow, rows) / estimate.flash_backward(plan, rows) == 96 / 128
 
 
-def test_a_rank_has_its_part_of_the_gradients_in_one_micro_step_and_of_the_checkpoints_copy():
+def test_a_rank_has_its_part_of_weights_and_gradients_and_of_the_checkpoints_copy():
     """Of two shards on one machine."""
     world = world_of()
     world.ranks = world.local_ranks = world.shards = 2
@@ -378,7 +378,11 @@ def test_a_rank_has_its_part_of_the_gradients_in_one_micro_step_and_of_the_check
         plan = settled("--model", "tiny", "--grad_accum", str(grad_accum))
         memory = estimate_memory(plan.model, plan, "nothing", world)
         tables = [table.weight for table in estimate.tables_of(plan.model).values()]
-        weights = sum(p.nbytes for p in plan.model.parameters()) - sum(t.nbytes for t in tables)
+        of_tables = sum(table.nbytes for table in tables)
+        weights = sum(p.nbytes for p in plan.model.parameters()) - of_tables
+        state = estimate.state_size(plan.model, "muon")
+        assert memory["parameters"] == of_tables + weights / 2
+        assert memory["optimizer"] == state.table_state + state.dense_state / 2
         assert memory["gradients"] == weights / part
         assert memory["checkpoint copy"] == plan.checkpoint_size / 2
 
@@ -412,6 +416,18 @@ def test_fp8_halves_the_flops_of_the_products_that_it_converts_and_no_others():
     converted = estimate.weights_in_fp8(model)
     assert gate in converted and routed not in converted and "lm_head.weight" not in converted
     assert routed in estimate.weights_in_fp8(model, experts=True)
+
+
+@pytest.mark.parametrize("setting, more", (("n_routed_experts=7", 3 * 32), ("lora_rank=5", 2 * 32)))
+def test_flops_count_what_each_loop_reads_of_routers_and_adapters(setting, more):
+    """At a width of 32; of 3 more experts the scores alone, since as many are chosen. At 2 bytes
+    per segment and 3 loops, 1.5 times per byte."""
+    settings = dict(n_routed_experts=4, n_experts_per_tok=2, n_recurrent_layers=1, engram_layers=())
+    small = small_config(**settings, n_loops=2, lora_rank=4)
+    with torch.device("meta"):
+        models = [Spider(small), Spider(small.changed(setting))]
+    costs = [estimate.flops_per_byte(model, 2.0, 3, 64) for model in models]
+    assert costs[1] - costs[0] == 6 * 1.5 * more
 
 
 @pytest.mark.parametrize(

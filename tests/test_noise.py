@@ -3,8 +3,11 @@
 import pytest
 import torch
 
+import spider_model
 from conftest import awake, small_config, text
+from spider.boundaries import STRAY_SITE
 from spider.noise import byte_noise, dropped, uniform
+from spider_model import Spider
 
 CPU = torch.device("cpu")
 
@@ -43,6 +46,16 @@ def test_dropout_drops_its_share_of_each_row_and_column_and_keeps_the_mean():
     assert correlation(mask, other_site) < 0.01
     assert correlation(mask[:, 1:], mask[:, :-1]) < 0.01
     assert correlation(mask[1:], mask[:-1]) < 0.01
+
+
+def test_each_place_of_dropout_has_a_site_of_its_own(monkeypatch):
+    sites = []
+    monkeypatch.setattr(
+        spider_model, "dropped", lambda x, rate, noise, site: sites.append(site) or x
+    )
+    ids = text(1, 48)
+    Spider(small_config())(ids, ids, n_loops=1, noise_seed=0, dropout=0.5)
+    assert len(sites) == len({*sites, STRAY_SITE}) - 1 == 4
 
 
 def test_dropout_applies_in_training_alone_by_the_seeds_of_rows():
