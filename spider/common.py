@@ -166,13 +166,13 @@ class HelpFormatter(argparse.RawDescriptionHelpFormatter):
         return f"{action.help} (default: {default})"
 
 
-# By script: our flag, or what to give instead, and its names in nanoGPT, nanochat and libraries of
-# Hugging Face
+# By script: our flag, or what to give instead, and its names in nanoGPT, nanochat, torchtitan and
+# libraries of Hugging Face
 OTHER_NAMES = {
     "train.py": {
-        "--micro_batch": "batch_size bs device_batch_size per_device_train_batch_size",
+        "--micro_batch": "batch_size bs device_batch_size local_batch_size per_device_train_batch_size",
         "--grad_accum": "gradient_accumulation_steps",
-        "--global_batch BYTES": "total_batch_size",
+        "--global_batch BYTES": "total_batch_size global_batch_size",
         "--seq_len": "block_size max_seq_length max_length context_length",
         "--target_tokens BYTES (epochs times the text)": "epochs num_epochs num_train_epochs",
         "--target_tokens": "lr_decay_iters",
@@ -185,23 +185,26 @@ OTHER_NAMES = {
         "--beta2": "adam_beta2",
         "--optimizer": "optim",
         "--grad_clip": "max_grad_norm gradient_clipping",
-        "--eval_every": "eval_interval eval_steps",
+        "--eval_every": "eval_interval eval_steps eval_strategy evaluation_strategy",
         "--eval_tokens BYTES": "eval_iters",
         "--ckpt_every": "save_interval save_steps save_every",
         "--keep_last": "save_total_limit",
         "--keep_best": "load_best_model_at_end always_save_checkpoint",
         "--patience": "early_stopping early_stopping_patience",
-        "--log_every": "log_interval logging_steps",
+        "--log_every": "log_interval log_freq logging_steps",
         "--ckpt_dir": "out_dir output_dir save_dir checkpoint_dir",
         "--data_dir": "dataset dataset_name data train_file",
-        "--resume": "init_from resume_from_checkpoint resume_from_step",
+        "--resume": "init_from resume_from_checkpoint resume_from_step ckpt checkpoint",
         "--resume DIR --reset_steps": "model_name_or_path",
         "--run NAME": "run_name wandb_run_name wandb_log wandb_project report_to",
         "--model, or --set n_prelude_layers=N": "depth n_layer",
         "--model, or --set hidden_size=N": "n_embd n_head hidden_size",
         "--precision": "dtype bf16 fp16 fp8",
         "--recompute": "gradient_checkpointing",
+        "--compile": "torch_compile",
         "--device": "device_type",
+        "torchrun (docs/scaling.md)": "backend ddp fsdp gpus devices num_nodes",
+        "python sample.py CHECKPOINT --eval TEXT": "eval_only do_eval",
     },
     "sample.py": {
         "--bytes": "max_new_tokens max_tokens max_length length",
@@ -313,7 +316,7 @@ class Parser(argparse.ArgumentParser):
         if self._subparsers:
             return f"flag {name}: write it after the command"
         meanings = self.meanings()
-        plain = without_dashes(name)
+        plain = without_dashes(name).rpartition(".")[2]  # torchtitan has sections
         positive = plain.removeprefix("no_")
         if plain in meanings:
             return f"unknown flag {name}: use {meanings[plain]}"

@@ -38,8 +38,8 @@ UTF_16 = "UTF-16: convert it by `iconv -f UTF-16 -t UTF-8`"
 STARTS = {
     b"\xff\xfe": UTF_16,
     b"\xfe\xff": UTF_16,
-    GIT_LFS: "a Git LFS pointer instead of the file: run `git lfs pull`",
-    b"%PDF-": "a PDF: extract its text first, as by pdftotext",
+    GIT_LFS: "Git LFS pointer instead of the file: run `git lfs pull`",
+    b"%PDF-": "PDF: extract its text first, as by pdftotext",
 }
 # The bytes of text in all encodings but UTF-16 and UTF-32; BEL, BS and ESC are for terminals.
 TEXT_BYTES = b"\a\b\t\n\v\f\r\x1b" + bytes(range(32, 256))

@@ -137,8 +137,8 @@ class Documents:
             raise DataError(f"{argument}: no {extensions} file; --ext names other text files")
         if len(inputs) < len(paths):
             note(
-                f"prepare: {argument}: skipped {len(paths) - len(inputs):,} other files; --ext "
-                "names those to read as documents"
+                f"prepare: {argument}: files with other names are skipped: "
+                f"{len(paths) - len(inputs):,}; --ext names those to read as documents"
             )
         return inputs
 

@@ -114,7 +114,7 @@ def mixed() -> str:
 
 def test_size_of_shards_does_not_change_the_stream(mixed, monkeypatch, capsys):
     prepare("in --out one")
-    assert "prepare: in: skipped 2 other files; --ext" in capsys.readouterr().err
+    assert "prepare: in: files with other names are skipped: 2; --ext" in capsys.readouterr().err
     monkeypatch.setattr(inputs, "MIB", 50)  # inputs are read in pieces of a multiple of it
     prepare("in --out many --shard_mb 0.002")
     assert run_data("verify many") == 0
@@ -277,8 +277,8 @@ POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a2146\nsiz
 NO_TEXT = {
     "UTF-16": (ENGLISH.decode().encode("utf-16"), "1 UTF-16: convert it by `iconv"),
     "UTF-16 without a mark": (ENGLISH.decode().encode("utf-16-le"), "1 binary, or UTF-16"),
-    "PDF": (b"%PDF-1.4\n1 0 obj\n<< /Type /Catalog >>\nendobj\n", "1 a PDF: extract its text"),
-    "LFS": (POINTER, "1 a Git LFS pointer instead of the file: run `git lfs pull`"),
+    "PDF": (b"%PDF-1.4\n1 0 obj\n<< /Type /Catalog >>\nendobj\n", "1 PDF: extract its text"),
+    "LFS": (POINTER, "1 Git LFS pointer instead of the file: run `git lfs pull`"),
     "five NULs": (b"\0" * 5 + ENGLISH, "1 binary"),
     "6% of control bytes": (b"\3" * 6 + b"x" * 94, "1 binary"),
 }
