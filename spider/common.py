@@ -170,7 +170,8 @@ class HelpFormatter(argparse.RawDescriptionHelpFormatter):
 # libraries of Hugging Face
 OTHER_NAMES = {
     "train.py": {
-        "--micro_batch": "batch_size bs device_batch_size local_batch_size per_device_train_batch_size",
+        "--micro_batch": "batch_size bs device_batch_size local_batch_size "
+        "per_device_train_batch_size",
         "--grad_accum": "gradient_accumulation_steps",
         "--global_batch BYTES": "total_batch_size global_batch_size",
         "--seq_len": "block_size max_seq_length max_length context_length",
