@@ -38,7 +38,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from spider import common
 
 if __name__ == "__main__":
-    common.exit_on_error(partial(common.check_installed, "numpy"), "data.py")
+    common.exit_on_error(partial(common.check_installed, "numpy", "filelock"), "data.py")
 
 import numpy as np
 

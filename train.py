@@ -1012,6 +1012,9 @@ def main(
     for line in remarks:
         logger.info(line)
     logger.info(estimate.describe_memory(plan.memory, world))
+    disk, is_enough = estimate.describe_disk(plan)
+    if not is_enough:
+        logger.warning(f"{disk}, NOT ENOUGH: {estimate.MORE_DISK}")
 
     # ----------------------------------------------------------------------------------------------
     # Model and optimizers, restored from the checkpoint
@@ -1146,7 +1149,7 @@ def main(
     if not writer.holds(progress.step):
         raise CheckpointError(
             f"--ckpt_dir: step {progress.step} could not be saved in {directory}: make room; the "
-            f"same command resumes from the older checkpoints that are there"
+            f"same command resumes from the newest checkpoint there, if there is one"
         )
     if stop.agreed:
         raise Stopped(

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# From nothing to a model that talks like Shakespeare, on a CPU: two to five minutes after the installation.
+# From nothing to a model that talks like Shakespeare, on a CPU: minutes after the installation.
 #
 #     git clone URL spider && cd spider
 #     bash runs/shakespeare.sh
@@ -24,7 +24,7 @@ if [ -z "${VIRTUAL_ENV:-}" ]; then
             echo "runs/shakespeare.sh: needs Python 3.11 or later, and $(command -v python3) is older" >&2
             exit 2
         fi
-        python3 -m venv --clear .venv
+        python3 -m venv .venv
         # PyTorch's build for CPUs; what PyPI has for Linux brings CUDA along, more than 2 GB
         index=https://download.pytorch.org/whl/cpu
         if curl --silent --fail --location --max-time 10 --output /dev/null "$index/torch/"; then

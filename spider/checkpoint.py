@@ -556,8 +556,8 @@ class CheckpointWriter:
         except OSError as fault:
             self.failed = True
             logger.error(
-                f"CHECKPOINT NOT SAVED: {path}: {fault.strerror or fault}; older checkpoints are "
-                f"intact; training continues and will retry"
+                f"CHECKPOINT NOT SAVED: {path}: {fault.strerror or fault}; older ones stay as they "
+                f"are; the next save tries again"
             )
             return
         self.failed = False
@@ -588,7 +588,8 @@ def delete(path: Path):
 # --------------------------------------------------------------------------------------------------
 # Resuming
 
-MIXTURE = {"targets", "shares"}  # facts of the sources, see Loader.mixture
+# facts of the sources, see Loader.mixture, and what they are called
+MIXTURE = {"targets": "the size of the data", "shares": "the mixture of the data"}
 # No changes by themselves: the same data may have moved, and the same step be split otherwise.
 MOVED = {"data_dir", "micro_batch"}
 
@@ -606,7 +607,7 @@ def changes_since(state: dict, plan: "Plan", mixture: dict[str, Any]) -> dict[st
     before = asdict(SpiderConfig.from_saved(state["cfg"])) | state.get("flags", {})
     before |= {name: state[name] for name in ("n_loops", *mixture) if name in state}
     return {
-        name: f"{name} was {before[name]}, is {value}"
+        name: f"{MIXTURE.get(name, name)} was {before[name]}, is {value}"
         for name, value in now.items()
         if before.get(name, value) != value
     }
@@ -631,7 +632,7 @@ def progress_of(
         changed = changes_since(origin.state, plan, loader.mixture)
     if changed.keys() - MOVED:
         specs = flag_specs(type(flags))
-        evaluates = {name for name, spec in specs.items() if spec.evaluates} | MIXTURE
+        evaluates = {name for name, spec in specs.items() if spec.evaluates} | MIXTURE.keys()
         progress.forget_losses(evaluations=bool(evaluates & changed.keys()))
         # With more data the position may be in an earlier epoch; tables are cleared when an epoch
         # exceeds this one.
@@ -683,7 +684,7 @@ def restore(
     if changed:
         logger.warning(f"settings differ from the run so far: {'; '.join(changed.values())}")
     specs = flag_specs(type(plan.flags))
-    reads = {name for name, spec in specs.items() if spec.reads} | MIXTURE
+    reads = {name for name, spec in specs.items() if spec.reads} | MIXTURE.keys()
     if reads & changed.keys():
         logger.warning(
             "they change which text a step reads: until each source begins its next epoch, some of "

@@ -166,54 +166,66 @@ class HelpFormatter(argparse.RawDescriptionHelpFormatter):
         return f"{action.help} (default: {default})"
 
 
-# By script: our flag, or what to give instead, and its names in nanoGPT, nanochat, torchtitan and
-# libraries of Hugging Face
+# By script: our flag, or what to give instead, and its names in nanoGPT, nanochat, torchtitan,
+# LitGPT and libraries of Hugging Face
 OTHER_NAMES = {
     "train.py": {
         "--micro_batch": "batch_size bs device_batch_size local_batch_size "
         "per_device_train_batch_size",
         "--grad_accum": "gradient_accumulation_steps",
         "--global_batch BYTES": "total_batch_size global_batch_size",
-        "--seq_len": "block_size max_seq_length max_length context_length",
+        "--seq_len": "block_size max_seq_len max_seq_length max_length context_length",
         "--target_tokens BYTES (epochs times the text)": "epochs num_epochs num_train_epochs",
-        "--target_tokens": "lr_decay_iters",
-        "--max_steps": "num_iterations steps",
-        "--lr": "learning_rate max_lr matrix_lr embedding_lr",
+        "--target_tokens BYTES": "lr_decay_iters max_tokens total_tokens",
+        "--target_tokens BYTES for a run, --max_steps to stop it": "max_iters num_iterations "
+        "num_steps steps",
+        "--lr": "learning_rate max_lr matrix_lr",
         "--min_lr_fraction, of the peak": "min_lr final_lr_frac",
-        "--warmup_steps STEPS": "warmup_ratio",
+        "--warmup_steps STEPS": "warmup_iters warmup_ratio",
+        "--schedule wsd --wsd_decay_fraction": "warmdown_ratio",
         "--schedule cosine or wsd": "lr_scheduler_type decay_lr",
         "--beta1": "adam_beta1",
         "--beta2": "adam_beta2",
         "--optimizer": "optim",
         "--grad_clip": "max_grad_norm gradient_clipping",
-        "--eval_every": "eval_interval eval_steps eval_strategy evaluation_strategy",
+        "--eval_every STEPS": "eval_interval eval_steps eval_strategy evaluation_strategy",
         "--eval_tokens BYTES": "eval_iters",
-        "--ckpt_every": "save_interval save_steps save_every",
+        "--ckpt_every STEPS": "checkpoint_every save_every save_interval save_steps save_strategy",
         "--keep_last": "save_total_limit",
         "--keep_best": "load_best_model_at_end always_save_checkpoint",
         "--patience": "early_stopping early_stopping_patience",
-        "--log_every": "log_interval log_freq logging_steps",
-        "--ckpt_dir": "out_dir output_dir save_dir checkpoint_dir",
+        "--log_every STEPS": "log_freq log_interval logging_steps print_every",
+        "--ckpt_dir": "out_dir output_dir save_dir",
+        "--ckpt_dir to save, --resume to load": "checkpoint_dir",
         "--data_dir": "dataset dataset_name data train_file",
         "--resume": "init_from resume_from_checkpoint resume_from_step ckpt checkpoint",
         "--resume DIR --reset_steps": "model_name_or_path",
-        "--run NAME": "run_name wandb_run_name wandb_log wandb_project report_to",
-        "--model, or --set n_prelude_layers=N": "depth n_layer",
-        "--model, or --set hidden_size=N": "n_embd n_head hidden_size",
+        "--run NAME": "run_name wandb_run_name",
+        "--run NAME (without it, wandb is off)": "report_to use_wandb wandb wandb_log",
+        "WANDB_PROJECT in the environment": "wandb_project",
+        "--model, or --set n_prelude_layers=N": "depth n_layer num_hidden_layers",
+        "--model, or --set hidden_size=N": "n_embd hidden_size",
+        "--model, or --set n_heads=N": "n_head n_heads num_attention_heads",
         "--precision": "dtype bf16 fp16 fp8",
         "--recompute": "gradient_checkpointing",
         "--compile": "torch_compile",
         "--device": "device_type",
+        "--device cpu": "cpu no_cuda",
+        "--deterministic": "full_determinism",
         "torchrun (docs/scaling.md)": "backend ddp fsdp gpus devices num_nodes",
+        "python sample.py CHECKPOINT": "max_new_tokens num_samples start temperature top_k",
         "python sample.py CHECKPOINT --eval TEXT": "eval_only do_eval",
+        "python data.py prepare --val_fraction": "val_fraction val_split",
     },
     "sample.py": {
         "--bytes": "max_new_tokens max_tokens max_length length",
-        "--samples": "num_return_sequences",
+        "--samples": "num_return_sequences num_samples",
+        "--eval TEXT": "eval_only do_eval",
         "--prompt": "start input",
         "--temperature": "temp",
-        "--temperature 0": "do_sample greedy",
-        "its path, without a flag": "ckpt checkpoint ckpt_dir out_dir model model_name_or_path",
+        "--temperature 0": "greedy",
+        "the path of a checkpoint, without a flag": "ckpt checkpoint ckpt_dir init_from model "
+        "model_name_or_path out_dir",
         "--batch": "batch_size",
         "--seq_len": "block_size",
         "--precision": "dtype",
@@ -317,13 +329,17 @@ class Parser(argparse.ArgumentParser):
         if self._subparsers:
             return f"flag {name}: write it after the command"
         meanings = self.meanings()
-        plain = without_dashes(name).rpartition(".")[2]  # torchtitan has sections
+        sections = r"^(train|training|optimizer)\."  # of torchtitan and LitGPT
+        plain = re.sub(sections, "", without_dashes(name))
         positive = plain.removeprefix("no_")
         if plain in meanings:
             return f"unknown flag {name}: use {meanings[plain]}"
-        if is_switch(self._option_string_actions.get(f"--{positive}")):
+        action = self._option_string_actions.get(f"--{positive}")
+        if is_switch(action):
             return f"unknown flag {name}: use --{positive}=False"
-        for nearest in difflib.get_close_matches(plain, meanings, 1, cutoff=0.75):
+        if action is not None and "off" in (action.choices or ()):
+            return f"unknown flag {name}: use --{positive}=off"
+        for nearest in difflib.get_close_matches(plain, meanings, 1, cutoff=0.84):  # misspelt
             return f"unknown flag {name}: the nearest is {meanings[nearest]}"
         return f"unknown flag {name}"
 
@@ -364,9 +380,12 @@ class Parser(argparse.ArgumentParser):
 def words_of(argv: Sequence[object] | None) -> list[str]:
     """Return the words of a command line, by default those of this process."""
     if argv is None:
-        if "ipykernel" in sys.modules:  # they are the kernel's
-            raise UsageError('in a notebook give the flags as a list, ["--mock_data"]')
+        of_kernel = "kernel_launcher" in sys.argv[0]
         argv = sys.argv[1:]
+    else:
+        of_kernel = False
+    if of_kernel or isinstance(argv, str):
+        raise UsageError('give the flags as a list, ["--seq_len", "512"]')
     return [str(word) for word in argv]
 
 
@@ -687,7 +706,7 @@ def locked(directory: Path, file: Path | None = None):
         lock.acquire(blocking=False)
     except filelock.Timeout:
         raise UsageError(
-            f"{directory}: another process is using it: wait for it, or use another directory "
+            f"{directory}: another command is using it: wait for it, or use another directory "
             f"(if there is none, as after the failure of another machine, delete {file})"
         ) from None
     except OSError as fault:

@@ -609,29 +609,38 @@ def describe_duration(seconds: float) -> str:
     return f"{count:,.{digits}f} {unit}"
 
 
-def print_memory_and_disk(plan: "Plan", world: World) -> list[str]:
-    """Print the estimates of memory and disk; return what does not suffice, with remedies."""
+MORE_DISK = "make room, or name a --ckpt_dir on another disk"
+
+
+def describe_disk(plan: "Plan") -> tuple[str, bool]:
+    """Describe the disk that the checkpoints of a run take; return also whether it suffices."""
     directory = Path(plan.flags.ckpt_dir).absolute()
     existing = next(path for path in (directory, *directory.parents) if path.is_dir())
     free = shutil.disk_usage(existing).free
     wanted = plan.flags.keep_last + plan.flags.keep_best
     present = min(wanted, len(checkpoint_paths(directory)))
     missing = wanted + 1 - present  # one more, while the oldest is not yet deleted
+    line = (
+        f"disk: {free / 1e9:.1f} GB free for {wanted + 1} checkpoints of "
+        f"{plan.checkpoint_size / 1e9:.2f} GB, {present} of which exist"
+    )
+    return line, missing * plan.checkpoint_size <= free
+
+
+def print_memory_and_disk(plan: "Plan", world: World) -> list[str]:
+    """Print the estimates of memory and disk; return what does not suffice, with remedies."""
     print(describe_memory(plan.memory, world))
     if world.device.type == "cuda":
         print(describe_host_copy(plan))
-    print(
-        f"disk: {free / 1e9:.1f} GB free for {wanted + 1} checkpoints of "
-        f"{plan.checkpoint_size / 1e9:.2f} GB, {present} of which exist",
-        flush=True,
-    )
+    disk, is_enough = describe_disk(plan)
+    print(disk, flush=True)
     lacking = []
     if sum(plan.memory.values()) > usable_memory(world):
         lacking.append(f"memory: {memory_remedy(plan, world)}")
     if lacks_host_memory(plan, world):
         lacking.append(f"host memory: {HOST_REMEDY}")
-    if missing * plan.checkpoint_size > free:
-        lacking.append("disk: make room, or name a --ckpt_dir on another disk")
+    if not is_enough:
+        lacking.append(f"disk: {MORE_DISK}")
     return lacking
 
 

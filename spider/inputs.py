@@ -356,7 +356,8 @@ def without_field(field: str, names: Collection[str]) -> Fault:
     if len(names) > len(shown):
         shown.append("...")
     return Fault(
-        f"without a text in {field!r}", f": it has {', '.join(shown) or 'nothing'}: --field NAME"
+        f"without a text in {field!r}",
+        f": it has {', '.join(shown) or 'nothing'}: --field NAME, or make one text of several",
     )
 
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from loguru import logger
 
-from spider import estimate, threads
+from spider import estimate
 from spider.common import flag_specs, quoted
 from spider.distributed import World
 from spider.plan import Plan
@@ -49,11 +49,6 @@ def describe_plan(plan: Plan, inherited: Mapping[str, object], world: World) -> 
         f"{flags.moe_backend}, optimizer {flags.optimizer}, recompute {flags.recompute}",
         *plan.reasons,
     ]
-    if world.device.type == "cpu" and torch.get_num_threads() > 1 and threads.idle_threads_spin():
-        lines.append(
-            "torch was imported before spider: its idle threads spin, which is slow beside other "
-            "programs; import spider first"
-        )
     if "micro_batch" not in given | values.keys() or "global_batch" in given:
         lines.append(
             f"a step of {plan.step_bytes:,} bytes: --micro_batch {flags.micro_batch} --grad_accum "

@@ -338,12 +338,16 @@ def escape_message(record: "loguru.Record"):
     record["message"] = one_line(record["message"])
 
 
+HANDLERS = [0]  # of loguru: its default, then ours
+
+
 def start_log(level: str = "INFO"):
-    """Send log lines to stderr, with the time."""
-    logger.configure(
-        handlers=[dict(sink=sys.stderr, format="{time:HH:mm:ss} {message}", level=level)],
-        patcher=escape_message,
-    )
+    """Send log lines to stderr, with the time. Handlers of the caller's program stay."""
+    while HANDLERS:
+        with suppress(ValueError):  # the caller has removed it
+            logger.remove(HANDLERS.pop())
+    logger.configure(patcher=escape_message)
+    HANDLERS.append(logger.add(sys.stderr, format="{time:HH:mm:ss} {message}", level=level))
 
 
 @contextmanager
@@ -363,9 +367,10 @@ def configure_torch(device: torch.device, deterministic: bool):
     """Set what torch has one of in a process. Call it before the first work on the device."""
     if device.type == "cpu":
         keep_freed_memory()
+    if deterministic != torch.are_deterministic_algorithms_enabled():  # also of a run before
+        torch.use_deterministic_algorithms(deterministic)
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True)
         # Filling new memory takes time, and helps only code that reads it before it writes there.
         settings = torch.utils.deterministic
         settings.fill_uninitialized_memory = False  # type: ignore[attr-defined]

@@ -136,10 +136,12 @@ class Documents:
             extensions = " ".join(self.endings or KINDS)
             raise DataError(f"{argument}: no {extensions} file; --ext names other text files")
         if len(inputs) < len(paths):
-            note(
-                f"prepare: {argument}: files with other names are skipped: "
-                f"{len(paths) - len(inputs):,}; --ext names those to read as documents"
+            read = {source.path for source in inputs}
+            others = Counter(
+                path.suffix or "without extension" for path in paths if str(path) not in read
             )
+            shown = ", ".join(f"{count:,} {name}" for name, count in others.most_common(5))
+            note(f"prepare: {argument}: skipped by name: {shown}; --ext names all that are read")
         return inputs
 
     def read(self, source: Input, scratch: Path) -> Iterator[Document]:

@@ -394,7 +394,11 @@ def start_wandb(
         import wandb
 
         wandb_run = wandb.init(
-            project="spider", name=name, id=run_id, resume="allow", config=dict(settings)
+            project=os.environ.get("WANDB_PROJECT", "spider"),
+            name=name,
+            id=run_id,
+            resume="allow",
+            config=dict(settings),
         )
     except Exception as fault:  # installation, settings, network or service
         raise UsageError(

@@ -135,7 +135,7 @@ def test_directory_with_only_damaged_checkpoints_is_refused_and_unchanged(tmp_pa
 def test_directory_in_use_is_refused_except_for_a_dry_run(tmp_path, shards, capsys):
     argv = run_flags(shards, tmp_path)
     with locked(tmp_path):
-        assert "another process is using it" in refused(argv, capsys)
+        assert "another command is using it" in refused(argv, capsys)
         assert train.command_line([*argv, "--dry_run"]) == 0
 
 
@@ -646,7 +646,7 @@ def test_disk_that_stays_full_ends_in_status_2_and_keeps_older_checkpoints(
     argv = run_flags(shards, directory, "--ckpt_every", "4", *NO_EVAL, steps=6)
     status, _, log = forked(processes, tmp_path, *argv, faults=[(file_limit, 0, 100_000)])
     assert status == 2
-    assert "resumes from the older checkpoints" in log.splitlines()[-1]
+    assert "resumes from the newest checkpoint there" in log.splitlines()[-1]
     (line,) = [line for line in log.splitlines() if "CHECKPOINT NOT SAVED" in line][:1]
     assert "File too large" in line
     assert [path.read_bytes() for path in directory.glob("*.pt")] == [before]

@@ -114,25 +114,28 @@ PARSERS = {
         ("train.py --seq-len 64", "unknown flag --seq-len: use --seq_len"),
         ("train.py --learnin_rate 1", "the nearest is --lr"),
         ("train.py -model tiny", "unknown flag -model: use --model"),
-        ("train.py --training.steps 9", "unknown flag --training.steps: use --max_steps"),
+        ("train.py --training.steps 9", "unknown flag --training.steps: use --target_tokens"),
         ("train.py --zzz 1 --depth=4", "unknown flag --zzz; unknown flag --depth: use --model"),
         ("train.py batch_size=8", "use --micro_batch"),
         ("train.py --lr=--", "--lr: -- is not a value"),
         ("data.py prepare a --out=--", "--out: -- is not a value"),
         ("train.py --no_keep_best", "use --keep_best=False"),
+        ("train.py --no-compile", "use --compile=off"),
+        ("train.py --validation.steps 9", "unknown flag --validation.steps;"),
+        ("train.py --eps 1e-8", "unknown flag --eps;"),
         ("train.py --keep_best True", "write --NAME=True, without a space"),
         ("train.py --sample_prompt -x", "(one that begins with - as --NAME=VALUE)"),
         ("train.py --world_size 2", "unknown flag --world_size;"),
         ("train.py config/train_shakespeare_char.py --device=cpu", "by --config"),
         ("train.py --keep_best=1", "argument --keep_best: is True or False, not '1'"),
         ("train.py data", "unexpected word data"),
-        ("sample.py a --num-samples=9", "the nearest is --samples"),
+        ("sample.py a --num-samples=9", "use --samples"),
         ("data.py prepare a --output b", "use --out; see python data.py prepare --help"),
         ("data.py show --data_dir a", "use its path, without a flag"),
         ("data.py verify", "required: DIR"),
         ("data.py --mock_data show", "--mock_data: write it after the command"),
         ("bench.py --batch_size 3", "use --micro_batch"),
-        ("bench.py --onyl machine", "the nearest is --only"),
+        ("bench.py --onlly machine", "the nearest is --only"),
     ),
 )
 def test_a_flag_that_there_is_not_names_the_one_that_is_meant(command, remedy):
@@ -150,18 +153,20 @@ def test_a_name_of_other_projects_is_none_of_ours_and_means_a_flag_that_there_is
             line = f"unknown flag --{other}: use {meant}; "
             with pytest.raises(UsageError, match=re.escape(line)):
                 PARSERS[script]([*words, f"--{other}=1"])
-        meant_script = "sample.py" if "sample.py" in meant else script
+        meant_script = next((other for other in PARSERS if other in meant), script)
+        command = ["prepare"] if meant_script == "data.py" else []
         for flag in re.findall("--[a-z_0-9]+", meant):
             try:
-                PARSERS[meant_script]([*words, flag])
+                PARSERS[meant_script]([*command, flag])
             except UsageError as fault:
                 assert f"argument {flag}" in str(fault)  # it lacks its value
 
 
-def test_a_notebooks_own_words_are_no_flags(monkeypatch):
-    monkeypatch.setitem(sys.modules, "ipykernel", None)
-    with pytest.raises(UsageError, match="give the flags as a list"):
-        sample.parse_args()
+def test_the_words_of_a_notebooks_kernel_and_a_text_are_no_flags(monkeypatch):
+    monkeypatch.setattr("sys.argv", ["ipykernel_launcher.py", "-f", "kernel.json"])
+    for words in (None, "--seed 3"):
+        with pytest.raises(UsageError, match="give the flags as a list"):
+            sample.parse_args(words)
     assert sample.parse_args(["--seed", 3]).seed == 3
 
 
@@ -298,7 +303,7 @@ def test_allocator_extends_segments_unless_the_user_chose_or_wsls_drivers_refuse
 
 
 def test_lock_excludes_others_and_leaves_no_file(tmp_path):
-    refused = pytest.raises(UsageError, match=f"^{tmp_path}: another process is using it")
+    refused = pytest.raises(UsageError, match=f"^{tmp_path}: another command is using it")
     for _ in range(2):
         with locked(tmp_path):
             assert all(name.startswith(".") for name in os.listdir(tmp_path))

@@ -571,7 +571,7 @@ def test_second_job_in_the_same_directory_is_refused_once(tmp_path, shards, proc
     statuses, log = Job(processes, tmp_path, 2, argv).end()
     assert 0 not in statuses, log
     (line,) = last_lines(log)
-    assert "another process is using it" in line
+    assert "another command is using it" in line
     os.kill(first.ranks[1].pid, signal.SIGTERM)
     statuses, log = first.end()
     assert statuses == [143, 143] and len(last_lines(log)) == 1, log

@@ -193,7 +193,7 @@ def test_a_failed_export_leaves_nothing_and_can_be_repeated(
     (left / "model.safetensors").write_bytes(b"half")
     argv = [checkpoint, "--export", tmp_path / "empty"]
     with locked(tmp_path / "empty", tmp_path / ".empty.lock"):
-        assert "another process is using it" in refusal(capsys, *argv)
+        assert "another command is using it" in refusal(capsys, *argv)
         assert os.listdir(left)
     assert sample.main([*map(str, argv)]) == 0
     assert os.listdir(tmp_path) == ["empty"]
