@@ -172,7 +172,7 @@ OTHER_NAMES = {
     "train.py": {
         "--micro_batch": "batch_size bs device_batch_size local_batch_size "
         "per_device_train_batch_size",
-        "--grad_accum": "gradient_accumulation_steps",
+        "--grad_accum, of each rank": "gradient_accumulation_steps",
         "--global_batch BYTES": "total_batch_size global_batch_size",
         "--seq_len": "block_size max_seq_len max_seq_length max_length context_length",
         "--target_tokens BYTES (epochs times the text)": "epochs num_epochs num_train_epochs",
@@ -192,7 +192,7 @@ OTHER_NAMES = {
         "--eval_tokens BYTES": "eval_iters",
         "--ckpt_every STEPS": "checkpoint_every save_every save_interval save_steps save_strategy",
         "--keep_last": "save_total_limit",
-        "--keep_best": "load_best_model_at_end always_save_checkpoint",
+        "--keep_best": "load_best_model_at_end",
         "--patience": "early_stopping early_stopping_patience",
         "--log_every STEPS": "log_freq log_interval logging_steps print_every",
         "--ckpt_dir": "out_dir output_dir save_dir",

@@ -28,6 +28,8 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizer,
+    StoppingCriteria,
+    StoppingCriteriaList,
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import ModelOutput
@@ -128,6 +130,22 @@ class LogitsLayer(nn.Module):
         super().__init__()
         identity = torch.eye(vocab_size, dtype=torch.float32)  # as logits, whatever the default
         self.register_buffer("weight", identity, persistent=False)
+
+
+class StopTexts(StoppingCriteria):
+    """Stop each row that ends with one of some texts. The criterion of transformers compares
+    characters with the names of ids, and a character may take several ids."""
+
+    def __init__(self, texts: str | list[str]):
+        texts = [texts] if isinstance(texts, str) else texts
+        self.stops = [torch.tensor(list(text.encode())) for text in texts]
+
+    def __call__(self, input_ids: Tensor, scores: Tensor, **_) -> Tensor:
+        done = torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
+        for stop in self.stops:
+            if input_ids.shape[1] >= len(stop):
+                done |= (input_ids[:, -len(stop) :] == stop.to(input_ids.device)).all(-1)
+        return done
 
 
 class SpiderForCausalLM(PreTrainedModel, GenerationMixin):
@@ -256,10 +274,15 @@ class SpiderForCausalLM(PreTrainedModel, GenerationMixin):
             output_hidden_states=output_hidden_states,
         )
 
-    def generate(self, inputs: Tensor | None = None, **kwargs):
+    def generate(
+        self, inputs: Tensor | None = None, stop_strings: str | list[str] | None = None, **kwargs
+    ):
         """Generate as transformers does; an empty prompt, like none, is the beginning of a
         document."""
         inputs = kwargs.pop("input_ids", inputs)
+        if stop_strings:
+            others = kwargs.get("stopping_criteria") or ()
+            kwargs["stopping_criteria"] = StoppingCriteriaList([*others, StopTexts(stop_strings)])
         if inputs is not None and inputs.shape[-1] == 0:
             inputs = inputs.new_full((len(inputs), 1), BOS_ID, dtype=torch.int64)
             kwargs.pop("attention_mask", None)
@@ -455,8 +478,9 @@ class SpiderTokenizer(PreTrainedTokenizer):
     split_special_tokens=True they are bytes, as in `data.py prepare`. Added tokens take the
     reserved ids.
 
-    A pair of texts is two documents. BOS is only added with add_bos_token, since most texts are
-    excerpts of a document, and lm-evaluation-harness adds its own.
+    A pair of texts is two documents. BOS is only added with add_bos_token and EOS with
+    add_eos_token, since most texts are excerpts of a document, and lm-evaluation-harness adds BOS
+    itself.
 
     `errors` is that of bytes.decode for decoding. With "surrogateescape" any bytes survive the
     round trip."""
@@ -465,16 +489,25 @@ class SpiderTokenizer(PreTrainedTokenizer):
     model_input_names = ["input_ids", "attention_mask"]
     padding_side = "left"
 
-    def __init__(self, errors: str = "replace", add_bos_token: bool = False, **others):
+    def __init__(
+        self,
+        errors: str = "replace",
+        add_bos_token: bool = False,
+        add_eos_token: bool = False,
+        **others,
+    ):
         self.errors = errors
         self.add_bos_token = add_bos_token
+        self.add_eos_token = add_eos_token
         settings = {
+            "add_bos_token": add_bos_token,
+            "add_eos_token": add_eos_token,
             "pad_token": SPECIAL[PAD_ID],
             "bos_token": SPECIAL[BOS_ID],
             "eos_token": SPECIAL[EOS_ID],
             "padding_side": "left",
         }
-        super().__init__(errors=errors, add_bos_token=add_bos_token, **(settings | others))
+        super().__init__(errors=errors, **(settings | others))
 
     @property
     def vocab_size(self) -> int:
@@ -573,6 +606,8 @@ class SpiderTokenizer(PreTrainedTokenizer):
         ids += token_ids_0
         if token_ids_1 is not None:
             ids += [EOS_ID, BOS_ID, *token_ids_1]
+        if self.add_eos_token:
+            ids.append(EOS_ID)
         return ids
 
     def get_special_tokens_mask(

@@ -166,6 +166,24 @@ def test_generate_writes_what_spider_writes_and_reads_every_byte_once(model, spi
     assert not lengths
 
 
+@pytest.mark.parametrize(
+    "stops, ends", (("Schü", "Schü"), (["日", "ler:"], "ler:"), (["ö"], "Ende"), ("", "Ende"))
+)
+def test_generation_stops_at_texts_of_any_characters(model, tokenizer, stops, ends):
+    """The forced text ends with Ende, at the most bytes."""
+    text = "Ja. Schüler: nein. Ende".encode()
+
+    def force(input_ids, scores):
+        forced = torch.full_like(scores, -math.inf)
+        forced[:, text[input_ids.shape[1] - 1]] = 0
+        return forced
+
+    prompt = torch.tensor([[BOS_ID]])
+    options = dict(max_new_tokens=len(text), logits_processor=[force], tokenizer=tokenizer)
+    ids = model.generate(prompt, stop_strings=stops, **options)
+    assert tokenizer.decode(ids[0, 1:]) == text.decode().partition(ends)[0] + ends
+
+
 def test_generate_as_a_trainer_leaves_the_model_writes_the_same(model):
     """In training mode, under accelerate's autocast; the mode stays."""
     prompt = [BOS_ID, *b"abc def g"]
@@ -614,11 +632,13 @@ def test_offsets_and_masks_that_need_them_are_refused(tokenizer):
         tokenizer.apply_chat_template([], return_assistant_tokens_mask=True)
 
 
-def test_pairs_and_bos_of_the_tokenizer(exported, tokenizer):
+def test_pairs_bos_and_eos_of_the_tokenizer(exported, tokenizer):
     assert tokenizer("a", "b")["input_ids"] == [97, EOS_ID, BOS_ID, 98]
     with_bos = load_tokenizer(exported, errors="surrogateescape", add_bos_token=True)
     assert with_bos(with_bos.decode([0xFF, 97]))["input_ids"] == [BOS_ID, 0xFF, 97]
     assert with_bos("ab", return_special_tokens_mask=True)["special_tokens_mask"] == [1, 0, 0]
+    with_eos = load_tokenizer(exported, add_eos_token=True)
+    assert with_eos("a")["input_ids"] == [97, EOS_ID]
 
 
 # --------------------------------------------------------------------------------------------------
