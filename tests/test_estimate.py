@@ -503,6 +503,15 @@ def test_the_dry_run_ends_with_what_does_not_suffice_and_with_status_1(
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize("free, warns", ((1e5, True), (1e10, False)))
+def test_a_run_warns_of_a_disk_without_room_for_its_checkpoints(
+    tmp_path, shards, monkeypatch, capsys, free, warns
+):
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=free))
+    assert train.command_line(run_flags(shards, tmp_path, "--eval_every", "0", steps=1)) == 0
+    assert ("disk: 0.0 GB free for 3 checkpoints of" in capsys.readouterr().err) == warns
+
+
 def test_the_dry_run_times_whole_steps_of_the_middle_of_the_run_and_writes_nothing(
     tmp_path, shards, monkeypatch, capsys
 ):

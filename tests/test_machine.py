@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from loguru import logger
 
 from spider import machine, state
 from spider.common import TooLarge, UsageError
@@ -106,6 +107,18 @@ def test_a_precision_that_a_gpu_lacks_is_refused_with_one_that_it_has(monkeypatc
             machine.resolve_precision(precision, gpu)
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda _: (8, 9))
     assert machine.resolve_precision("fp8", gpu)[0] == "fp8"
+
+
+def test_a_run_leaves_the_callers_handlers_and_the_next_one_is_not_deterministic(new_log):
+    lines = []
+    handler = logger.add(lines.append, format="{message}")
+    for deterministic in (True, False):
+        machine.start_log()
+        machine.configure_torch(torch.device("cpu"), deterministic)
+        assert torch.are_deterministic_algorithms_enabled() == deterministic
+    logger.info("once")
+    logger.remove(handler)
+    assert lines == ["once\n"] and new_log().count("once") == 1
 
 
 def test_what_is_free_of_a_gpu_is_not_all_that_it_has(monkeypatch):

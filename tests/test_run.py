@@ -403,8 +403,9 @@ class FakeWandb:
         self.calls = []  # steps that are logged, and "finish"
         self.fails_at = None  # one of these
 
-    def init(self, id, **_):
+    def init(self, id, project, **_):
         self.ids.append(id)
+        self.project = project
         self.id = id or f"new{len(self.ids)}"
         return self
 
@@ -425,6 +426,14 @@ def wandb(monkeypatch) -> FakeWandb:
     fake = FakeWandb()
     monkeypatch.setitem(sys.modules, "wandb", fake)
     return fake
+
+
+@pytest.mark.parametrize("project", ("spider", "mine"))
+def test_the_environment_names_the_project_of_wandb(train_small, wandb, monkeypatch, project):
+    if project != "spider":
+        monkeypatch.setenv("WANDB_PROJECT", project)
+    train_small("--run name --eval_every 0", steps=1)
+    assert wandb.project == project
 
 
 def test_going_back_in_another_directory_begins_a_new_wandb_run(train_small, wandb):
