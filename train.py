@@ -349,7 +349,7 @@ class CommandLine(NamedTuple):
 
     flags: Flags
     given: frozenset[str]  # names of the flags that were set anywhere
-    inherited: dict[str, Any]  # those that the environment or --config set
+    inherited: dict[str, dict[str, Any]]  # those that others than the command line set, by source
 
 
 def flag_parser() -> common.Parser:
@@ -386,7 +386,11 @@ def parse_args(
     flags = Flags(**given)
     if "ckpt_dir" not in given:
         flags = replace(flags, ckpt_dir=default_ckpt_dir(flags))
-    inherited = {name: value for name, value in given.items() if name not in of_argv}
+    others = {name: value for name, value in given.items() if name not in of_argv}
+    inherited = {
+        "environment": {name: value for name, value in others.items() if name in of_environ},
+        "--config": {name: value for name, value in others.items() if name not in of_environ},
+    }
     return CommandLine(flags, frozenset(given), inherited)
 
 

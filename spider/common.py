@@ -379,12 +379,9 @@ class Parser(argparse.ArgumentParser):
 
 def words_of(argv: Sequence[object] | None) -> list[str]:
     """Return the words of a command line, by default those of this process."""
-    if argv is None:
-        of_kernel = "kernel_launcher" in sys.argv[0]
+    if argv is None and "kernel_launcher" not in sys.argv[0]:
         argv = sys.argv[1:]
-    else:
-        of_kernel = False
-    if of_kernel or isinstance(argv, str):
+    if argv is None or isinstance(argv, str):  # a notebook's words are those of its kernel
         raise UsageError('give the flags as a list, ["--seq_len", "512"]')
     return [str(word) for word in argv]
 

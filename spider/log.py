@@ -27,11 +27,13 @@ FITTED_STEPS = 2930
 FITTED_WIDTH = 256
 
 
-def describe_plan(plan: Plan, inherited: Mapping[str, object], world: World) -> list[str]:
+def describe_plan(
+    plan: Plan, inherited: Mapping[str, Mapping[str, object]], world: World
+) -> list[str]:
     """Return the lines of the log that say what was chosen: by `auto`, by the recipe, by the
     environment.
 
-    inherited: the flags that the environment or --config set."""
+    inherited: the flags that the environment and --config set."""
     flags = plan.flags
     given = plan.given
     values, rules = plan.defaults
@@ -70,9 +72,10 @@ def describe_plan(plan: Plan, inherited: Mapping[str, object], world: World) -> 
     if names:
         chosen = [as_argument(name, getattr(flags, name)) for name in names]
         lines.append(f"recipe of {plan.recipe}: {' '.join(chosen)}")
-    if inherited:
-        settings = [as_argument(name, value) for name, value in inherited.items()]
-        lines.append(f"environment or --config: {' '.join(settings)}")
+    for source, settings in inherited.items():
+        if settings:
+            words = [as_argument(name, value) for name, value in settings.items()]
+            lines.append(f"{source}: {' '.join(words)}")
     return lines
 
 

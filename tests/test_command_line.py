@@ -188,7 +188,7 @@ def test_libraries_are_quiet_and_variables_of_the_environment_are_logged(tmp_pat
     first, *lines = done.stderr.splitlines()
     assert first == "train.py: starting"
     assert all(re.match(r"\d\d:\d\d:\d\d ", line) for line in lines), done.stderr
-    assert "environment or --config: --n_loops 1 --seq_len 64" in done.stderr
+    assert " environment: --n_loops 1 --seq_len 64" in done.stderr
 
 
 @pytest.mark.gpu

@@ -73,7 +73,8 @@ def test_a_flag_beats_the_environment_that_the_file_that_the_default(tmp_path):
     flags = command.flags
     assert (flags.lr, flags.seq_len, flags.micro_batch, flags.min_lr_fraction) == (0.1, 64, 5, 0.3)
     assert flags.n_loops == Flags.n_loops  # an empty variable is not set
-    assert command.inherited == dict(seq_len=64, micro_batch=5, min_lr_fraction=0.3)
+    assert command.inherited["environment"] == dict(seq_len=64, micro_batch=5)
+    assert command.inherited["--config"] == dict(min_lr_fraction=0.3)
 
 
 def test_an_alternative_drops_those_of_less_precedence(tmp_path):
