@@ -161,14 +161,15 @@ class Stream:
 def find_shards(directory: str) -> dict[str, ShardEntry | None]:
     """List the paths of the .bin files below a directory, sorted, each with its entry in a
     metadata.json; None if there is no entry."""
+    name = quoted(directory)
+    of_texts = f"make shards of texts by `python data.py prepare {name} --out DIR`, and name DIR"
     if os.path.isfile(directory):
-        raise DataError(
-            f"{directory}: a file: name the directory of a shard; from a text make shards by "
-            f"`python data.py prepare {quoted(directory)} --out DIR`, and name DIR"
-        )
-    remedy = f"make shards by `python data.py prepare INPUT --out {quoted(directory)}`"
+        raise DataError(f"{directory}: a file: name the directory of a shard, or {of_texts}")
     if not os.path.isdir(directory):
-        raise DataError(f"{directory}: no such directory; {remedy}")
+        raise DataError(
+            f"{directory}: no such directory; make shards by `python data.py prepare INPUT --out "
+            f"{name}`"
+        )
     paths = files_below(os.path.normpath(directory))
     entries = {}
     for folder in sorted({os.path.dirname(path) for path in paths}):
@@ -180,7 +181,7 @@ def find_shards(directory: str) -> dict[str, ShardEntry | None]:
         raise DataError(f"{path}: missing, though metadata.json lists it")
     shards = {path: entries.get(path) for path in paths if path.endswith(".bin")}
     if not shards:
-        raise DataError(f"{directory}: no .bin file in it; {remedy}")
+        raise DataError(f"{directory}: no .bin file in it; {of_texts}")
     return shards
 
 

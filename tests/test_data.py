@@ -341,8 +341,12 @@ REFUSALS = [
     ({}, "show", "one of the arguments SPEC --mock_data is required"),
     ({}, "show d --mock_data", "not allowed with"),
     ({}, "show d", "d: no such directory; make shards by `python data.py prepare INPUT --out d`"),
-    ({"x": b"x"}, "show x", "x: a file: name the directory of a shard; from a text make shards by"),
-    ({"d/x.txt": b"x"}, "show d", "d: no .bin file in it; make shards by"),
+    ({"x": b"x"}, "show x", "x: a file: name the directory of a shard, or make shards of texts by"),
+    (
+        {"d/x.txt": b"x"},
+        "show d",
+        "d: no .bin file in it; make shards of texts by `python data.py prepare d --out DIR`",
+    ),
     ({"d/a/x.bin": b""}, "show d", "d/a/x.bin: has 0 bytes"),
     ({"d/x.bin": b"abc"}, "show d", "d/x.bin: has 3 bytes, none or an odd number"),
     (
