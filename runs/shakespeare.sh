@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# From nothing to a model that talks like Shakespeare, on a CPU: minutes after the installation.
+# From nothing to a model that talks like Shakespeare, on a CPU, in minutes after the installation.
 #
 #     git clone URL spider && cd spider
 #     bash runs/shakespeare.sh

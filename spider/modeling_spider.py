@@ -138,7 +138,7 @@ class StopTexts(StoppingCriteria):
 
     def __init__(self, texts: str | list[str]):
         texts = [texts] if isinstance(texts, str) else texts
-        self.stops = [torch.tensor(list(text.encode())) for text in texts]
+        self.stops = [torch.tensor(list(text.encode())) for text in texts if text]
 
     def __call__(self, input_ids: Tensor, scores: Tensor, **_) -> Tensor:
         done = torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)

@@ -394,7 +394,7 @@ def start_wandb(
         import wandb
 
         wandb_run = wandb.init(
-            project=os.environ.get("WANDB_PROJECT", "spider"),
+            project=os.environ.get("WANDB_PROJECT") or "spider",
             name=name,
             id=run_id,
             resume="allow",

@@ -167,7 +167,7 @@ def test_generate_writes_what_spider_writes_and_reads_every_byte_once(model, spi
 
 
 @pytest.mark.parametrize(
-    "stops, ends", (("Schü", "Schü"), (["日", "ler:"], "ler:"), (["ö"], "Ende"), ("", "Ende"))
+    "stops, ends", (("Schü", "Schü"), (["日", "", "ler:"], "ler:"), (["ö"], "Ende"), ("", "Ende"))
 )
 def test_generation_stops_at_texts_of_any_characters(model, tokenizer, stops, ends):
     """The forced text ends with Ende, at the most bytes."""

@@ -509,7 +509,7 @@ def test_a_run_warns_of_a_disk_without_room_for_its_checkpoints(
 ):
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=free))
     assert train.command_line(run_flags(shards, tmp_path, "--eval_every", "0", steps=1)) == 0
-    assert ("disk: 0.0 GB free for 3 checkpoints of" in capsys.readouterr().err) == warns
+    assert ("NOT ENOUGH: make room" in capsys.readouterr().err) == warns
 
 
 def test_the_dry_run_times_whole_steps_of_the_middle_of_the_run_and_writes_nothing(

@@ -428,10 +428,11 @@ def wandb(monkeypatch) -> FakeWandb:
     return fake
 
 
-@pytest.mark.parametrize("project", ("spider", "mine"))
-def test_the_environment_names_the_project_of_wandb(train_small, wandb, monkeypatch, project):
-    if project != "spider":
-        monkeypatch.setenv("WANDB_PROJECT", project)
+@pytest.mark.parametrize("value, project", (("", "spider"), ("mine", "mine")))
+def test_the_environment_names_the_project_of_wandb(
+    train_small, wandb, monkeypatch, value, project
+):
+    monkeypatch.setenv("WANDB_PROJECT", value)
     train_small("--run name --eval_every 0", steps=1)
     assert wandb.project == project
 
