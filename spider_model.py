@@ -59,8 +59,8 @@ from spider.boundaries import (
     boundary_loss,
     flexitokens_boundaries,
     surprise_loss,
-    word_ends,
 )
+from spider.contexts import Past
 from spider.decode import check_ids, decoding_state, generate, generate_batch, step
 from spider.layers import (
     Linear,
@@ -80,7 +80,6 @@ from spider.memory import (
     PackedBytes,
     Recollection,
     SegmentEngram,
-    shifted_bytes,
 )
 from spider.noise import byte_noise, dropped
 from spider.packing import (
@@ -365,7 +364,7 @@ class CorePass:
     """The inputs of a forward pass through the core, other than the pooled segments z [N, D]."""
 
     packing: Packing  # packing of the segments
-    last_bytes_WN: Tensor  # int64, the last bytes of each segment, see memory.shifted_bytes
+    past: Past  # of the last byte of each segment
     share_N: Tensor  # 1 / segments, 0 for padding rows
     n_loops: int
     recompute: bool = False  # activation checkpointing of every visit of a layer
@@ -561,9 +560,7 @@ class RecurrentCore(nn.Module):
             if layer.engram is None:
                 recalled.append(None)
             else:
-                recalled.append(
-                    layer.engram.recall(core_pass.last_bytes_WN, position_N, z_ND.dtype)
-                )
+                recalled.append(layer.engram.recall(core_pass.past, position_N, z_ND.dtype))
         return recalled
 
     def _read_out(self, normed_ND: Tensor) -> Tensor:
@@ -865,16 +862,14 @@ class Spider(nn.Module):
         self.backend = "grouped"  # backend of the experts, see set_backend
         self.casts_early = True  # False under FSDP, which casts in each group's forward
 
-        has_byte_memory = len(c.engram_byte_orders) + c.match_contexts > 0
+        match_contexts = len(c.engram_match_contexts)
+        has_byte_memory = len(c.engram_byte_contexts) + match_contexts > 0
         has_core = c.n_recurrent_layers > 0
         self.embed_tokens = nn.Parameter(torch.empty(c.vocab_size, c.hidden_size))
         self.engram_match = None
-        if c.match_contexts:
-            occurrences = max(2, c.engram_votes)
-            self.engram_match = MatchMemory(
-                c.engram_match_orders, c.engram_match_words, occurrences
-            )
-        self.engram_input = InputEngram(c, c.match_contexts) if has_byte_memory else None
+        if match_contexts:
+            self.engram_match = MatchMemory(c.engram_match_contexts, max(2, c.engram_votes))
+        self.engram_input = InputEngram(c, match_contexts) if has_byte_memory else None
         self.prelude = self._new_byte_layers(c.n_prelude_layers)
         self.core = None
         if has_core:
@@ -1003,17 +998,17 @@ class Spider(nn.Module):
         )
         if self.compiled:  # else each number of documents would need another graph, and each bound
             mark_rows_dynamic(cu_seqlens, packing.extent)
-        shifted_WM = shifted_bytes(ids_M, packing.position, c.longest_order)
+        past = Past(ids_M, packing.position, torch.arange(len(ids_M), device=ids_M.device))
         matches = None
         if self.engram_match is not None:
-            matches = self.engram_match(ids_M, shifted_WM, packing.document)
-        return PackedBytes(input_ids, packing, shifted_WM, matches)
+            matches = self.engram_match(past, packing.document)
+        return PackedBytes(input_ids, packing, past, matches)
 
     def before_core(self, packed: PackedBytes, cache: LatentCache | None = None) -> Tensor:
         """Apply embedding, byte memory and prelude: -> [M, D]."""
         x_MD = F.embedding(packed.ids_M, self.embed_tokens).to(self.compute_dtype)
         if self.engram_input is not None:
-            x_MD = x_MD + self.engram_input(x_MD, packed.shifted_WM, packed.matches)
+            x_MD = x_MD + self.engram_input(x_MD, packed)
         for i, block in enumerate(self.prelude):
             x_MD = self._byte_layer(block, x_MD, packed.packing, cache, i)
         return x_MD
@@ -1026,7 +1021,7 @@ class Spider(nn.Module):
             x_MD = self._byte_layer(block, x_MD, packed.packing, cache, i)
         direct_MV = None
         if self.engram_output is not None:
-            memory_MD, direct_MV = self.engram_output(x_MD, packed.shifted_WM, packed.matches)
+            memory_MD, direct_MV = self.engram_output(x_MD, packed)
             x_MD = x_MD + memory_MD
         logits_MV = self.lm_head(rms_norm(x_MD)).to(self.wide_dtype)
         if direct_MV is not None:
@@ -1116,7 +1111,7 @@ class Spider(nn.Module):
         ids_M = packed.ids_M
         packing = packed.packing
         if predicted is None:
-            b_M = word_ends(packed.shifted_WM[:2]).squeeze(0).to(self.wide_dtype)
+            b_M = packed.past.word_ends[packed.past.index].to(self.wide_dtype)
         elif isinstance(self.boundary_predictor, SurprisePredictor):
             ends_M = self.boundary_predictor.boundaries(predicted, ids_M, packing.position, noise_M)
             b_M = ends_M.to(self.wide_dtype)
@@ -1155,7 +1150,7 @@ class Spider(nn.Module):
         share = z_ND.new_full((segments,), 1 / max(1, segments), dtype=self.wide_dtype)
         core_pass = CorePass(
             packing,
-            last_bytes_WN=packed.shifted_WM.index_select(1, last_byte_N),
+            past=packed.past.select(last_byte_N),
             share_N=F.pad(share, (0, padding)),
             n_loops=n_loops,
             recompute=self.recompute != "nothing" and torch.is_grad_enabled(),
@@ -1170,7 +1165,7 @@ class Spider(nn.Module):
         self,
         z_ND: Tensor,
         packing: Packing,
-        last_bytes_WN: Tensor,
+        past: Past,
         share_N: Tensor,
         n_loops: int,
         latents: LatentCache,
@@ -1179,9 +1174,7 @@ class Spider(nn.Module):
         """Run the core on the segments that a decoding step has finished, after those in the
         caches; see CorePass."""
         assert self.core is not None
-        core_pass = CorePass(
-            packing, last_bytes_WN, share_N, n_loops, latents=latents, convolved=convolved
-        )
+        core_pass = CorePass(packing, past, share_N, n_loops, latents=latents, convolved=convolved)
         output, _ = self.core(z_ND, core_pass)
         return output
 

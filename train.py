@@ -110,7 +110,7 @@ class Flags:
 
     set: str | None = flag(
         None,
-        "fields of SpiderConfig to change: lora_rank=0,engram_match_words=1+2",
+        "fields of SpiderConfig to change: lora_rank=0,engram_match_contexts=3+word1",
         heading="model",
         metavar="NAME=VALUE,...",
     )

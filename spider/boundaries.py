@@ -1,8 +1,9 @@
 """Where segments end: FlexiTokens, words, and learned boundaries.
 
 **FlexiTokens** (arXiv 2507.12720) samples boundaries from learned probabilities; a loss controls
-their rate. **Words** (SpaceByte, arXiv 2404.14408) end where a word does: word_ends. **Learned**
-boundaries are where the next byte is hard to predict, and where a boundary pays: SurprisePredictor.
+their rate. **Words** (SpaceByte, arXiv 2404.14408) end where a word does: contexts.word_ends.
+**Learned** boundaries are where the next byte is hard to predict, and where a boundary pays:
+SurprisePredictor.
 
 Shapes, also at the end of names: M packed bytes, D hidden size, V vocabulary. b_M is 1 where a
 segment ends, else 0. Losses and entropies are in nats.
@@ -21,29 +22,6 @@ from spider.noise import splitmix, uniform
 from spider.packing import Packing
 from spider.segments import last_boundary
 from spider.vocabulary import EOS_ID, PAD_ID
-
-# --------------------------------------------------------------------------------------------------
-# Words
-
-
-def word_ends(shifted_WM: Tensor) -> Tensor:
-    """Mark bytes that end a word: those that are not word bytes, after one that is.
-
-    shifted [W, M]: see memory.shifted_bytes. Returns bool [W - 1, M], for the byte k positions
-    back.
-
-    Word bytes are letters, digits, _, UTF-8 continuation bytes, and the lead bytes of two-byte
-    letters (from 0xC3 on: Latin, Greek, Cyrillic, Hebrew, Arabic). A Chinese character is therefore
-    a word. This is the rule of SpaceByte, arXiv 2404.14408, except that there _ and those lead
-    bytes end a word."""
-    lower_case = shifted_WM | 32  # if it is a letter
-    is_letter = (lower_case >= ord("a")) & (lower_case <= ord("z"))
-    is_digit = (shifted_WM >= ord("0")) & (shifted_WM <= ord("9"))
-    is_underscore = shifted_WM == ord("_")
-    is_utf8 = (shifted_WM >= 0x80) & (shifted_WM < 0xE0) & (shifted_WM != 0xC2)
-    is_word_byte = is_letter | is_digit | is_underscore | is_utf8
-    return is_word_byte[1:] & ~is_word_byte[:-1]
-
 
 # --------------------------------------------------------------------------------------------------
 # FlexiTokens

@@ -1,6 +1,7 @@
 """SpiderConfig, every size of the model, and the presets. Does not import torch."""
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from functools import cache
@@ -12,8 +13,9 @@ BOUNDARIES = ("learned", "flexitokens", "words")
 RECOMPUTE = ("nothing", "core", "all")
 OPTIMIZERS = ("adamw", "adamw8bit", "muon")
 BACKENDS = ("loop", "grouped", "triton", "tile")  # see tile_moe.py
-WORD_BYTES = 32  # the past bytes in which the ends of words are searched
-ORDER_BYTES = 32  # the longest context of a memory, in bytes
+SPAN_BYTES = 32  # the longest context of a memory, in bytes
+MOST = {"byte": SPAN_BYTES, "word": SPAN_BYTES // 2}  # units back of a context
+REACH = {"byte": SPAN_BYTES, "word": SPAN_BYTES, "line": 256}  # past bytes that contexts read
 MAX_LOOPS = 4096  # the most loops of the core, in flags and checkpoints
 
 
@@ -68,16 +70,15 @@ class SpiderConfig:
     # Engram: tables of hashed n-grams. One kind stands before some layers of the core, another at
     # byte rate before prelude and head.
     engram_layers: tuple[int, ...] = (1, 4)  # layers of the core that have one
-    engram_orders: tuple[int, ...] = (3, 4, 6, 8)
-    engram_heads: int = 4  # hashes per order
+    engram_contexts: tuple[str, ...] = ("3", "4", "6", "8")  # see contexts.py
+    engram_heads: int = 4  # hashes per context
     engram_rows: int = 29_000  # rows of each hash's table, rounded down to an unused prime
     engram_dim: int = 64  # width of a row
-    engram_byte_orders: tuple[int, ...] = (1, 2, 3, 4, 5, 6, 7, 8)
+    engram_byte_contexts: tuple[str, ...] = ("1", "2", "3", "4", "5", "6", "7", "8")
     engram_byte_rows: int = 47_300
     engram_byte_dim: int = 128
     # The match memory: what followed the last occurrence of a context.
-    engram_match_orders: tuple[int, ...] = (3, 4, 5, 6, 8, 12, 16, 24)  # contexts in bytes
-    engram_match_words: tuple[int, ...] = ()  # contexts from the n-th last end of a word
+    engram_match_contexts: tuple[str, ...] = ("3", "4", "5", "6", "8", "12", "16", "24")
     # Past occurrences of each context that vote on the logits before the head. With byte tables,
     # votes replace the rows of matches there.
     engram_votes: int = 0
@@ -87,24 +88,26 @@ class SpiderConfig:
         """Raise ValueError for a value of another type, or sizes that do not fit together."""
         for field in fields(self):
             name = field.name
-            kind = type(field.default)
+            default: Any = field.default
+            kind = type(default)
             value = getattr(self, name)
             if kind is tuple and type(value) is list:  # from JSON
                 value = tuple(value)
                 setattr(self, name, value)
             # By `type`, not isinstance: True is no number of layers.
             accepted = type(value) is kind or (kind is float and type(value) is int)
+            of = type(default[0]) if kind is tuple else kind
             if kind is tuple and accepted:
-                accepted = all(type(number) is int for number in value)
+                accepted = all(type(element) is of for element in value)
             if not accepted:
-                wanted = "tuple of int" if kind is tuple else kind.__name__
+                wanted = f"tuple of {of.__name__}" if kind is tuple else kind.__name__
                 raise ValueError(f"{name} must be of type {wanted}")
             if name in RANGES:
                 low, high = RANGES[name]
                 if not low <= value <= high:
                     raise ValueError(f"{name} must be from {low:,} to {high:,}")
         self._check_sizes()
-        self._check_orders()
+        self._check_contexts()
         self._check_tables()
 
     def _check_sizes(self):
@@ -145,28 +148,28 @@ class SpiderConfig:
                 len({*self.engram_layers}) == len(self.engram_layers),
                 "engram_layers must name each layer once",
             ),
-            (not self.engram_layers or self.engram_orders, "engram_layers need engram_orders"),
+            (not self.engram_layers or self.engram_contexts, "engram_layers need engram_contexts"),
         ):
             if not holds:
                 raise ValueError(rule)
 
-    def _check_orders(self):
-        """Refuse contexts of the memories that are not ascending or too long."""
-        for name, unit, most in (
-            ("engram_orders", "bytes", ORDER_BYTES),
-            ("engram_byte_orders", "bytes", ORDER_BYTES),
-            ("engram_match_orders", "bytes", ORDER_BYTES),
-            ("engram_match_words", "words", WORD_BYTES // 2),
-        ):
-            orders = list(getattr(self, name))
-            if orders != sorted({*orders}) or any(not 1 <= order <= most for order in orders):
-                raise ValueError(f"{name} must be ascending numbers of {unit} from 1 to {most}")
+    def _check_contexts(self):
+        """Refuse contexts of the memories that have no meaning, or come twice."""
+        for name in ("engram_contexts", "engram_byte_contexts", "engram_match_contexts"):
+            contexts = getattr(self, name)
+            if len({*contexts}) < len(contexts):
+                raise ValueError(f"{name} must name each context once")
+            for context in contexts:
+                try:
+                    span_of(context)
+                except ValueError as fault:
+                    raise ValueError(f"{name}: {fault}") from None
 
     def _check_tables(self):
         """Refuse tables for which there are too few primes: each has a prime number of rows."""
         for name, rows, tables in (
-            ("engram_rows", self.engram_rows, len(self.engram_orders) * self.engram_heads),
-            ("engram_byte_rows", self.engram_byte_rows, len(self.engram_byte_orders)),
+            ("engram_rows", self.engram_rows, len(self.engram_contexts) * self.engram_heads),
+            ("engram_byte_rows", self.engram_byte_rows, len(self.engram_byte_contexts)),
         ):
             if len(primes_below(rows, tables)) < tables:
                 raise ValueError(f"{name} must be larger: {tables} tables need primes below it")
@@ -182,21 +185,16 @@ class SpiderConfig:
         return 2 / max(1e-6, self.boundary_alpha + max(0, least))
 
     @property
-    def longest_order(self) -> int:
-        """Return the largest number of past bytes that a memory reads, at least 2."""
-        orders = (*self.engram_orders, *self.engram_byte_orders, *self.engram_match_orders)
-        return max(2, WORD_BYTES if self.engram_match_words else 2, *orders)
-
-    @property
-    def match_contexts(self) -> int:
-        """Count the contexts of the match memory."""
-        return len(self.engram_match_orders) + len(self.engram_match_words)
+    def reach(self) -> int:
+        """Return how many past bytes the memories and the ends of words read."""
+        names = (*self.engram_contexts, *self.engram_byte_contexts, *self.engram_match_contexts)
+        return max((2, *(REACH[span_of(name)[0]] for name in names)))
 
     @property
     def matches_before_head(self) -> int:
         """Count the contexts whose matches have rows before the head."""
-        votes_replace_rows = self.engram_votes > 0 and len(self.engram_byte_orders) > 0
-        return 0 if votes_replace_rows else self.match_contexts
+        votes_replace_rows = self.engram_votes > 0 and len(self.engram_byte_contexts) > 0
+        return 0 if votes_replace_rows else len(self.engram_match_contexts)
 
     @property
     def has_experts(self) -> bool:
@@ -218,14 +216,21 @@ class SpiderConfig:
                 raise ValueError(
                     f"{name!r} is not a field of SpiderConfig (spider/config.py) that --set changes"
                 )
-            values[name] = parse_value(name, value, type(values[name]))
+            values[name] = parse_value(name, value, getattr(SpiderConfig, name))
         return SpiderConfig(**values)
 
     @classmethod
     def from_saved(cls, saved: Mapping[str, Any]) -> "SpiderConfig":
         """Return the config of a checkpoint or an export. Raise TypeError for a field that this
         version does not have, ValueError for a value that it refuses."""
-        return cls(**saved)
+        values = dict(saved)
+        if "engram_orders" in values:  # contexts had no names before November 2026
+            names = [f"word{n}" for n in values.pop("engram_match_words")]
+            for use in ("match_", "byte_", ""):
+                orders = values.pop(f"engram_{use}orders")
+                values[f"engram_{use}contexts"] = [*map(str, orders), *names]
+                names = []
+        return cls(**values)
 
     @classmethod
     def preset(cls, name: str) -> "SpiderConfig":
@@ -235,8 +240,27 @@ class SpiderConfig:
         return cls(**PRESETS[name])
 
 
-def parse_value(name: str, text: str, kind: type) -> int | float | bool | str | tuple[int, ...]:
-    """Parse the value of a field in --set; raise ValueError if it is not of its type."""
+def span_of(context: str) -> tuple[str, int, int]:
+    """Return the unit of a context (see contexts.py), and between which units back it spans; raise
+    ValueError for a name that is none."""
+    if context == "above":
+        return "line", 1, 2
+    match = CONTEXT.fullmatch(context)
+    if match is not None:
+        unit = match["unit"] or "byte"
+        first = int(match["first"] or 0)
+        last = int(match["last"])
+        if first < last <= MOST[unit]:
+            return unit, first, last
+    raise ValueError(
+        f"{context!r} is no context, such as 3, 1-4, word1, word1-2 or above, of at most "
+        f"{MOST['byte']} bytes or {MOST['word']} words"
+    )
+
+
+def parse_value(name: str, text: str, default: Any) -> Any:
+    """Parse the value of a field in --set, of its default's type; raise ValueError if it is not."""
+    kind = type(default)
     wanted = kind.__name__
     try:
         if kind is bool:
@@ -244,11 +268,13 @@ def parse_value(name: str, text: str, kind: type) -> int | float | bool | str | 
             return {"true": True, "false": False}[text.lower()]
         if kind is tuple:
             wanted = "whole numbers joined by +"
-            return tuple(int(number) for number in text.split("+") if number)
+            return tuple(map(type(default[0]), filter(None, text.split("+"))))
         return kind(text)
     except (ValueError, KeyError):
         raise ValueError(f"{name} takes {wanted}, not {text!r}") from None
 
+
+CONTEXT = re.compile(r"(?P<unit>word)?(?:(?P<first>\d{1,2})-)?(?P<last>\d{1,2})")
 
 # The range of every number. Within the upper bounds no product of sizes overflows, and no model
 # takes minutes to construct.
@@ -321,8 +347,7 @@ def is_prime(n: int) -> bool:
 # Lower the loss, or take fewer FLOPs for the same loss, at almost no cost in parameters.
 EARNED = dict(
     boundaries="learned",
-    engram_match_orders=(1, 2, 3, 4, 5, 6, 8, 12, 16, 24),
-    engram_match_words=(1, 2),
+    engram_match_contexts=tuple("1 2 3 4 5 6 8 12 16 24 word1 word2".split()),
     engram_votes=4,
     engram_logits=True,
 )

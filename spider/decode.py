@@ -13,7 +13,6 @@ Shapes, as suffixes of names:
     O  segment offsets
     C  kv_lora_rank, and
     R  qk_rope_head_dim: a latent has C + R numbers
-    W  last bytes, see memory.shifted_bytes
     X  contexts of the match memory
     S  slots, for bytes or segments of earlier steps; their number grows as they fill up
 """
@@ -27,6 +26,7 @@ import torch
 from torch import Tensor
 
 from spider.attention import LatentCache
+from spider.contexts import Past
 from spider.memory import ConvolutionCache, MatchHistory, PackedBytes
 from spider.packing import Packing, document_starts
 from spider.segments import last_byte_of, sum_segments
@@ -46,7 +46,7 @@ class DecodingState:
     DecodingState(**saved) continues."""
 
     n_loops: int
-    last_bytes: Tensor  # int64 [B, longest_order], PAD before the document
+    last_bytes: Tensor  # int64 [B, config.reach], PAD before the document
     position: Tensor  # int64 [B], bytes of the document so far
     segments: Tensor  # int64 [B], finished segments of it
     summed: Tensor  # float64 [B], boundary probabilities over it
@@ -192,7 +192,7 @@ def decoding_state(model: Any, rows: int = 1, n_loops: int | None = None) -> Dec
     null = zeros(c.hidden_size) if model.core is None else model.null_rows()
     return DecodingState(
         n_loops=n_loops,
-        last_bytes=zeros(rows, c.longest_order, dtype=torch.int64).fill_(PAD_ID),
+        last_bytes=zeros(rows, c.reach, dtype=torch.int64).fill_(PAD_ID),
         position=zeros(rows, dtype=torch.int64),
         segments=zeros(rows, dtype=torch.int64),
         summed=zeros(rows, dtype=torch.float64),
@@ -200,8 +200,8 @@ def decoding_state(model: Any, rows: int = 1, n_loops: int | None = None) -> Dec
         open_bytes=zeros(rows, 1, dtype=model.wide_dtype),
         unpooled=null.detach().to(model.compute_dtype).repeat(rows, 1),
         history_ids=zeros(rows, 1, dtype=torch.int64),
-        history_keys=zeros(c.match_contexts, rows, 1, dtype=torch.int64),
-        history_previous=zeros(c.match_contexts, rows, 1, dtype=torch.int64),
+        history_keys=zeros(len(c.engram_match_contexts), rows, 1, dtype=torch.int64),
+        history_previous=zeros(len(c.engram_match_contexts), rows, 1, dtype=torch.int64),
         byte_latents=zeros(byte_layers, 1, rows, 1, latent_width),
         segment_latents=zeros(c.n_recurrent_layers, n_loops, rows, 1, latent_width),
         convolved=zeros(len(c.engram_layers), n_loops, rows, 1, c.hidden_size),
@@ -348,16 +348,18 @@ def _pack(model: Any, input_ids: Tensor, known: Tensor, state: DecodingState) ->
         model.compute_dtype,
         before=state.position,
     )
-    # as memory.shifted_bytes, but with the bytes of earlier steps
-    shifted_BWT = known.unfold(1, length, 1)[:, 1:].flip(1)
-    shifted_WM = shifted_BWT.transpose(0, 1).flatten(1)
+    before = known.shape[1] - length
+    column = torch.arange(known.shape[1], device=known.device)
+    position = state.position[:, None] + column - before
+    index = torch.arange(known.numel(), device=known.device).view_as(known)[:, before:]
+    past = Past(known.flatten(), position.flatten(), index.flatten())
     matches = None
     if model.engram_match is not None:
         history = MatchHistory(state.history_ids, state.history_keys, state.history_previous)
         position_BT = packing.position.view(rows, length)
-        matches, history = model.engram_match.step(input_ids, shifted_WM, position_BT, history)
+        matches, history = model.engram_match.step(input_ids, past, position_BT, history)
         state.history_ids, state.history_keys, state.history_previous = history
-    return PackedBytes(input_ids, packing, shifted_WM, matches)
+    return PackedBytes(input_ids, packing, past, matches)
 
 
 def _extend_segments(model: Any, x_BD: Tensor, state: DecodingState) -> Tensor:
@@ -395,8 +397,8 @@ def _finish_segments(
     # Run the core
     unpooled_N = unpooled_before[:0]
     if segments:
-        last_bytes_WN = packed.shifted_WM.index_select(1, last_byte_of(b_M, segments))
-        unpooled_N = _run_core(model, z_ND, segment_cu_seqlens, last_bytes_WN, state)
+        past = packed.past.select(last_byte_of(b_M, segments))
+        unpooled_N = _run_core(model, z_ND, segment_cu_seqlens, past, state)
         last_segment_B = (segment_cu_seqlens[1:] - 1).clamp_min(0)
         newest = unpooled_N.index_select(0, last_segment_B)
         has_new = segment_cu_seqlens.diff()[:, None] > 0
@@ -412,7 +414,7 @@ def _run_core(
     model: Any,
     z_ND: Tensor,
     cu_seqlens: Tensor,
-    last_bytes_WN: Tensor,
+    past: Past,
     state: DecodingState,
 ) -> Tensor:
     """Run the core on finished segments, which follow those in the state; return [N, O * D]."""
@@ -429,9 +431,7 @@ def _run_core(
     latents = LatentCache(state.segment_latents, packing, state.segments)
     convolved = ConvolutionCache(state.convolved, packing, state.segments, model.config)
     share = z_ND.new_full((segments,), 1 / segments, dtype=model.wide_dtype)
-    output = model.decode_core(
-        z_ND, packing, last_bytes_WN, share, state.n_loops, latents, convolved
-    )
+    output = model.decode_core(z_ND, packing, past, share, state.n_loops, latents, convolved)
     state.segment_latents = latents.buffer
     state.convolved = convolved.buffer
     state.segments = state.segments + lengths_B

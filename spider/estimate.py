@@ -158,8 +158,8 @@ def head_kept(c: SpiderConfig, size: int) -> int:
     kept = 2 * state + 16 * c.vocab_size
     if c.scores_core:  # one more log-softmax
         kept += 2 * state + 4 * c.vocab_size
-    rows = len(c.engram_byte_orders) + c.matches_before_head
-    votes = c.engram_votes * c.match_contexts
+    rows = len(c.engram_byte_contexts) + c.matches_before_head
+    votes = c.engram_votes * len(c.engram_match_contexts)
     if rows + votes:
         kept += 2 * state + rows * (size * 2 * c.engram_byte_dim + 8)  # addresses are int64
     if votes:  # for ids, int64, unless they are no bytes
@@ -171,7 +171,7 @@ def others_kept(c: SpiderConfig, size: int) -> int:
     """Count the bytes per row that neither head nor byte layers save: Engram before the prelude,
     rotations, boundary predictor, pooling."""
     state = size * c.hidden_size
-    rows = len(c.engram_byte_orders) + c.match_contexts
+    rows = len(c.engram_byte_contexts) + len(c.engram_match_contexts)
     kept = rows * (size * c.engram_byte_dim + 8) + size * 2 * c.qk_rope_head_dim
     if c.n_recurrent_layers:
         kept += state + 3 * 8  # the rows of each byte in pooling and unpooling, int64
@@ -248,7 +248,7 @@ def _core_activations(c: SpiderConfig, step: MicroStep) -> float:
         if not c.n_prelude_layers + c.n_coda_layers:
             kept += max(visits)  # else the byte layers need more, later
     kept += step.n_loops * size * 4 * c.hidden_size  # read-out, adapter and halting of each loop
-    hashes = len(c.engram_orders) * c.engram_heads
+    hashes = len(c.engram_contexts) * c.engram_heads
     engram = hashes * (size * c.engram_dim + 8) + size * 7 * c.hidden_size  # four are for its taps
     kept += len(c.engram_layers) * engram
     masks = 2 if step.dropout else 0

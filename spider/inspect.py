@@ -436,29 +436,21 @@ def levels_of(values: Tensor, limits: tuple[float, ...]) -> str:
     return bytes(levels.masked_fill(values.isnan(), ord(" ")).tolist()).decode()
 
 
-OF_WORDS = (
-    "the same for all bytes since the n-th last end of a word: word 1 is the current word, "
-    "word 2 the current word and the one before it"
-)
 MEANINGS = {
-    "last n bytes": "what the Engram tables learned about these bytes",
-    "last n, in the text": (
-        "the byte that followed the last earlier occurrence of these n bytes in this text"
+    "learned": (
+        "what the Engram tables learned about a context: 3 is the last three bytes, 1-4 the three "
+        "before the last one, word2 the current word and the one before, word1-2 that one alone, "
+        "above the last byte and those above it and the next two"
     ),
-    "word n, in the text": OF_WORDS,
-    "last n, its vote": (
-        "the weight in nats that is added to the logit of the byte that followed the last earlier "
-        "occurrence of these n bytes in this text; empty where there is none"
+    "in the text": ("the byte that followed the context's last earlier occurrence in this text"),
+    "its vote": (
+        "the weight in nats that is added to the logit of the byte that followed the context's "
+        "last earlier occurrence in this text; empty where there is none"
     ),
-    "word n, its vote": OF_WORDS,
     "layer, loop": (
         "what a layer of the core looks up in its Engram tables for a segment, in each loop"
     ),
 }
-
-
-def last_bytes(n: int) -> str:
-    return "last 1 byte" if n == 1 else f"last {n} bytes"
 
 
 def gate_rows(analysis: Analysis, config: SpiderConfig) -> list[dict[str, str]]:
@@ -473,20 +465,17 @@ def gate_rows(analysis: Analysis, config: SpiderConfig) -> list[dict[str, str]]:
         levels = levels_of(values, SHADES_OF[shades])
         rows.append({"name": name, "kind": kind, "shades": shades, "levels": levels})
 
-    contexts = [("last", n) for n in config.engram_match_orders]
-    contexts += [("word", n) for n in config.engram_match_words]
+    heads = [(name, "learned") for name in config.engram_byte_contexts]
+    if config.matches_before_head:
+        heads += [(name, "in the text") for name in config.engram_match_contexts]
     if record.byte_gates:
-        gates = torch.cat(record.byte_gates)[1:]  # [bytes, orders and contexts], without BOS
-        heads = [(last_bytes(n), "last n bytes") for n in config.engram_byte_orders]
-        if config.matches_before_head:
-            for unit, n in contexts:
-                heads.append((f"{unit} {n}, in the text", f"{unit} n, in the text"))
+        gates = torch.cat(record.byte_gates)[1:]  # [bytes, contexts], without BOS
         for (name, kind), values in zip(heads, gates.T, strict=True):
-            add(name, kind, "gates", values)
+            add(f"{name}, {kind}", kind, "gates", values)
     if record.votes:
         votes = torch.cat(record.votes)[1:]  # [bytes, contexts], without BOS
-        for (unit, n), values in zip(contexts, votes.T, strict=True):
-            add(f"{unit} {n}, its vote", f"{unit} n, its vote", "votes", values)
+        for name, values in zip(config.engram_match_contexts, votes.T, strict=True):
+            add(f"{name}, its vote", "its vote", "votes", values)
     for (layer, loop), gate_of in sorted(record.gates.items()):
         by_segment = torch.full((len(record.loops) + 1,), math.nan)  # one may be unfinished
         by_segment[list(gate_of)] = torch.tensor(list(gate_of.values()))

@@ -10,17 +10,14 @@ Shapes, as suffixes of names:
     N  segments
     n  active segments: those of the N segments that a loop computes; of a table: lookups
     D  hidden size
-    W  last bytes of a byte or segment, the newest first
     X  contexts of the match memory
     B  documents in decoding
     T  bytes of each that a decoding step reads
     S  slots for bytes of each that earlier steps have read
 """
 
-import operator
 import warnings
 from collections.abc import Callable
-from itertools import accumulate
 from typing import ClassVar, NamedTuple
 
 import torch
@@ -29,24 +26,20 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from spider.attention import Cache
-from spider.boundaries import word_ends
-from spider.config import WORD_BYTES, SpiderConfig, primes_below
+from spider.config import SPAN_BYTES, SpiderConfig, primes_below, span_of
+from spider.contexts import Past
 from spider.layers import Linear, inverse_rms, rms_norm, wide
 from spider.packing import ActiveRows, Packing, mark_rows_dynamic, round_up
-from spider.vocabulary import PAD_ID
 
 # --------------------------------------------------------------------------------------------------
-# Hashes of n-grams
+# Tables of learned rows
 
 
-def shifted_bytes(ids_M: Tensor, position_M: Tensor, longest: int) -> Tensor:
-    """Return the last `longest` bytes at each byte, the newest first: [W, M].
-
-    Row k has the byte k positions back, and PAD where that is before the document."""
-    back_W1 = torch.arange(longest, device=ids_M.device)[:, None]
-    byte_M = torch.arange(len(ids_M), device=ids_M.device)
-    earlier_WM = (byte_M - back_W1).clamp_min(0)
-    return torch.where(position_M >= back_W1, ids_M[earlier_WM], PAD_ID)
+def new_multiplier(contexts: tuple[str, ...]) -> nn.Buffer:
+    """Return room for the multipliers of keys, see Past.keys."""
+    spans = [span_of(name) for name in contexts]
+    longest = max(last - first if unit == "byte" else SPAN_BYTES for unit, first, last in spans)
+    return nn.Buffer(torch.empty(longest, dtype=torch.int64))
 
 
 def init_multiplier(multiplier: Tensor, seed: int):
@@ -54,20 +47,6 @@ def init_multiplier(multiplier: Tensor, seed: int):
     generator = torch.Generator().manual_seed(seed)
     drawn = torch.randint(-(2**62), 2**62, multiplier.shape, generator=generator, device="cpu")
     multiplier.copy_(drawn * 2 + 1)
-
-
-def gram_keys(shifted_WM: Tensor, multiplier: Tensor, orders: tuple[int, ...]) -> list[Tensor]:
-    """Hash the last n bytes for each order n: XOR over k < n of shifted[k] * multiplier[k], [M].
-
-    See shifted_bytes; columns may be segments, too."""
-    products = shifted_WM[: len(multiplier)] * multiplier[:, None]
-    # hashes of the last byte, of the last two, ...
-    hashes = list(accumulate(products.unbind(), operator.xor))
-    return [hashes[order - 1] for order in orders]
-
-
-# --------------------------------------------------------------------------------------------------
-# Tables of learned rows
 
 
 class Lookups(NamedTuple):
@@ -78,10 +57,10 @@ class Lookups(NamedTuple):
 
 
 class EngramTable(nn.Module):
-    """The rows of one memory, in several hash tables: one for each order n and hash head.
+    """The rows of one memory, in several hash tables: one for each context and hash head.
 
-    The address in a table is the hash of the last n bytes (see gram_keys) mod a prime of that
-    table. All tables are concatenated in `weight`. Rows that were never looked up stay zero.
+    The address in a table is the context's key mod a prime of that table. All tables are
+    concatenated in `weight`. Rows that were never looked up stay zero.
 
     Gradients of lookups are not in weight.grad but gathered here, until `forget`. Only
     optim.RowwiseAdagrad reads them, by `merged`, and sets `claimed`."""
@@ -89,16 +68,16 @@ class EngramTable(nn.Module):
     claimed: bool = False
     warned: ClassVar[bool] = False  # once per process, for any table
 
-    def __init__(self, orders: tuple[int, ...], heads: int, rows: int, dim: int):
+    def __init__(self, contexts: tuple[str, ...], heads: int, rows: int, dim: int):
         super().__init__()
-        self.orders = orders
+        self.contexts = contexts
         self.heads = heads
-        self.width = len(orders) * heads * dim
-        self.primes = primes_below(rows, len(orders) * heads)
+        self.width = len(contexts) * heads * dim
+        self.primes = primes_below(rows, len(contexts) * heads)
         self.weight = nn.Parameter(torch.empty(sum(self.primes), dim))
-        self.multiplier: Tensor = nn.Buffer(torch.empty(max(orders), dtype=torch.int64))  # odd
+        self.multiplier: Tensor = new_multiplier(contexts)
         # rows of each table, and its first row
-        prime = torch.empty(len(orders), heads, dtype=torch.int64)
+        prime = torch.empty(len(contexts), heads, dtype=torch.int64)
         self.prime: Tensor = nn.Buffer(prime, persistent=False)
         self.offset: Tensor = nn.Buffer(torch.empty_like(prime), persistent=False)
         self.lookups: list[Lookups] = []
@@ -112,18 +91,16 @@ class EngramTable(nn.Module):
         self.prime.copy_(prime)
         self.offset.copy_(first_row.view(prime.shape))
 
-    def addresses(self, shifted: Tensor) -> Tensor:
-        """Hash the last bytes [W, n] -> rows of `weight`, int64 [n, orders * heads]. W is at least
-        the longest order."""
-        keys = gram_keys(shifted, self.multiplier, self.orders)
-        key = torch.stack(keys, dim=1)[:, :, None]  # [n, orders, 1]
-        return (key.remainder(self.prime) + self.offset).flatten(1)
+    def addresses(self, past: Past) -> Tensor:
+        """Return the rows of `weight` for n bytes' contexts, int64 [n, contexts * heads]."""
+        keys = past.keys(self.contexts, self.multiplier)
+        return (keys.T[:, :, None].remainder(self.prime) + self.offset).flatten(1)
 
-    def forward(self, shifted: Tensor) -> Tensor:
-        """Look up the last bytes [W, n] -> [n, orders * heads, dim].
+    def forward(self, past: Past) -> Tensor:
+        """Look up n bytes' contexts: [n, contexts * heads, dim].
 
         The gradient goes to `gather`, weight.grad stays None."""
-        return _Lookup.apply(self.weight, self.addresses(shifted), self)
+        return _Lookup.apply(self.weight, self.addresses(past), self)
 
     def gather(self, row: Tensor, gradient: Tensor):
         """Record n lookups for the optimizer: their rows [n] and gradients [n, dim].
@@ -212,7 +189,7 @@ class PackedBytes(NamedTuple):
 
     input_ids: Tensor  # int64 [B, T]
     packing: Packing
-    shifted_WM: Tensor  # see shifted_bytes
+    past: Past
     matches: Matches | None  # None without a match memory
 
     @property
@@ -232,9 +209,8 @@ class MatchMemory(nn.Module):
     """A lookup in the document itself, without parameters, like the match model of compressors: a
     small transformer takes long to learn this.
 
-    Contexts are the last n bytes for each n of `orders`, and the bytes since the n-th last end of a
-    word for each n of `words` (at most WORD_BYTES - 1 bytes). An occurrence of a context ends with
-    an earlier byte of the document. The last `occurrences` (at least two) of each are found.
+    An occurrence of a context ends with an earlier byte of the document. The last `occurrences` (at
+    least two) of each are found.
 
     A match's row is the byte after the newest occurrence, plus
           0  if there is no older occurrence
@@ -245,25 +221,21 @@ class MatchMemory(nn.Module):
 
     NOTHING = 3 * 256
 
-    def __init__(self, orders: tuple[int, ...], words: tuple[int, ...], occurrences: int = 2):
+    def __init__(self, contexts: tuple[str, ...], occurrences: int = 2):
         super().__init__()
-        self.orders = orders
-        self.words = words
+        self.contexts = contexts
         self.occurrences = occurrences
-        longest = max((*orders, WORD_BYTES)) if words else max(orders)
-        self.multiplier: Tensor = nn.Buffer(torch.empty(longest, dtype=torch.int64))  # odd
+        self.multiplier: Tensor = new_multiplier(contexts)
 
     def init_hash(self, seed: int):
         """Set the multipliers from `seed`."""
         init_multiplier(self.multiplier, seed)
 
-    def forward(self, ids_M: Tensor, shifted_WM: Tensor, document_M: Tensor) -> Matches:
-        """Find the matches of all bytes, contexts of `orders` first.
-
-        document int64 [M]: of each byte, ascending. W is at least the longest context."""
+    def forward(self, past: Past, document_M: Tensor) -> Matches:
+        """Find the matches of all bytes of a text. document int64 [M]: of each byte, ascending."""
         # The sort is stable, so bytes with the same key become neighbours in the order of the text.
         # Then a byte's left neighbour ends the occurrence before, if key and document are the same.
-        key_XM, byte_XM = self.keys(shifted_WM).sort(dim=1, stable=True)
+        key_XM, byte_XM = past.keys(self.contexts, self.multiplier).sort(dim=1, stable=True)
         document_XM = document_M[byte_XM]
         left = byte_XM[:, :-1]
         right = byte_XM[:, 1:]
@@ -272,27 +244,11 @@ class MatchMemory(nn.Module):
         occurrence = torch.where(same_key & same_document, left, -1)
         previous_XM = torch.full_like(byte_XM, -1)
         previous_XM.scatter_(1, right, occurrence)
-        ids_XM = ids_M.expand_as(previous_XM)
+        ids_XM = past.ids.expand_as(previous_XM)
         return self._follow(ids_XM, previous_XM, newest=previous_XM)
 
-    def keys(self, shifted_WM: Tensor) -> Tensor:
-        """Hash the bytes of each context, [X, M]."""
-        lengths = tuple(range(1, WORD_BYTES)) if self.words else ()
-        # + 1: zero bytes must change the hash, too
-        hashes = gram_keys(shifted_WM + 1, self.multiplier, self.orders + lengths)
-        keys = hashes[: len(self.orders)]
-        if self.words:
-            of_no_byte = torch.zeros_like(hashes[0])
-            hash_by_length = torch.stack((of_no_byte, *hashes[len(self.orders) :]))
-            # Row k counts the ends among the last k + 1 bytes.
-            ends_WM = word_ends(shifted_WM[:WORD_BYTES]).cumsum(0)
-            for n in self.words:
-                length = (ends_WM < n).sum(0, keepdim=True)  # bytes since the n-th last end
-                keys.append(hash_by_length.gather(0, length)[0])
-        return torch.stack(keys)
-
     def step(
-        self, ids_BT: Tensor, shifted_WM: Tensor, position_BT: Tensor, history: MatchHistory
+        self, ids_BT: Tensor, past: Past, position_BT: Tensor, history: MatchHistory
     ) -> tuple[Matches, MatchHistory]:
         """Find the matches of a decoding step's bytes, M = B * T; also return the history with
         these bytes.
@@ -304,7 +260,7 @@ class MatchMemory(nn.Module):
         if needed > slots:
             more = (0, 2 * needed - slots)
             history = MatchHistory(*(F.pad(tensor, more) for tensor in history))
-        keys_XBT = self.keys(shifted_WM).view(-1, *ids_BT.shape)
+        keys_XBT = past.keys(self.contexts, self.multiplier).view(-1, *ids_BT.shape)
         position_XBT = position_BT.expand_as(keys_XBT)
         history.ids.scatter_(1, position_BT, ids_BT)
         history.keys.scatter_(2, position_XBT, keys_XBT)
@@ -408,7 +364,7 @@ class SegmentEngram(nn.Module):
     def __init__(self, config: SpiderConfig):
         super().__init__()
         self.table = EngramTable(
-            config.engram_orders, config.engram_heads, config.engram_rows, config.engram_dim
+            config.engram_contexts, config.engram_heads, config.engram_rows, config.engram_dim
         )
         self.key_proj = Linear(self.table.width, config.hidden_size)
         self.value_proj = Linear(self.table.width, config.hidden_size)
@@ -417,15 +373,15 @@ class SegmentEngram(nn.Module):
     @classmethod
     def tap_distances(cls, config: SpiderConfig) -> list[int]:
         """Return the distances, in segments, of the earlier taps of the convolution."""
-        dilation = len(config.engram_orders)
+        dilation = len(config.engram_contexts)
         return [tap * dilation for tap in range(1, cls.kernel_size)]
 
-    def recall(self, shifted_WN: Tensor, position_N: Tensor, dtype: torch.dtype) -> Recollection:
+    def recall(self, past: Past, position_N: Tensor, dtype: torch.dtype) -> Recollection:
         """Compute what all loops share.
 
-        position int64 [N]: of the segments in their documents. shifted int64 [W, N]: the last bytes
-        of each segment, the newest first."""
-        rows = self.table(shifted_WN).flatten(1).to(dtype)
+        past: of each segment's last byte. position int64 [N]: of the segments in their
+        documents."""
+        rows = self.table(past).flatten(1).to(dtype)
         key_ND = rms_norm(self.key_proj(rows), self.eps)
         value_ND = self.value_proj(rows)
         at_least_fp32 = torch.promote_types(dtype, torch.float32)
@@ -450,7 +406,7 @@ class SegmentEngram(nn.Module):
         """Return the weighted values of all taps, [N, taps, D], and the index of each tap's
         segment, [N * taps]."""
         device = value_ND.device
-        dilation = len(self.table.orders)
+        dilation = len(self.table.contexts)
         distance = torch.arange(self.kernel_size, device=device) * dilation  # see tap_distances
         segment_N = torch.arange(len(value_ND), device=device)
         segment_of_tap = (segment_N[:, None] - distance).clamp_min(0)  # [N, taps]
@@ -539,40 +495,40 @@ class _Similarity(torch.autograd.Function):
 
 
 class ByteEngram(nn.Module):
-    """A memory at byte rate: rows of every n-gram order and of the match memory."""
+    """A memory at byte rate: rows of contexts in tables, and of the match memory."""
 
     def __init__(self, config: SpiderConfig, match_contexts: int):
         """match_contexts: contexts of the match memory whose matches have rows here; 0: none."""
         super().__init__()
-        orders = config.engram_byte_orders
+        contexts = config.engram_byte_contexts
         dim = config.engram_byte_dim
-        self.table = EngramTable(orders, 1, config.engram_byte_rows, dim) if orders else None
+        self.table = EngramTable(contexts, 1, config.engram_byte_rows, dim) if contexts else None
         self.followed = None
         if match_contexts:
             # a multiple of 32, so that sharding does not split blocks of 8-bit AdamW
             rows = round_up(MatchMemory.NOTHING + 1, 32)
             self.followed = nn.Parameter(torch.empty(match_contexts, rows, dim))
-        self.proj = Linear((len(orders) + match_contexts) * dim, config.hidden_size)
+        self.proj = Linear((len(contexts) + match_contexts) * dim, config.hidden_size)
 
-    def rows(self, shifted_WM: Tensor, matches: Matches | None, dtype: torch.dtype) -> Tensor:
-        """Look up the last bytes and their matches: [M, orders + match contexts, dim]."""
+    def rows(self, packed: PackedBytes, dtype: torch.dtype) -> Tensor:
+        """Look up the contexts of M bytes: [M, contexts of tables + of matches, dim]."""
         parts = []
         if self.table is not None:
-            parts.append(self.table(shifted_WM))
+            parts.append(self.table(packed.past))
         if self.followed is not None:
-            assert matches is not None  # the model has a match memory
+            assert packed.matches is not None  # the model has a match memory
             contexts, rows, _ = self.followed.shape
-            first_row = torch.arange(contexts, device=shifted_WM.device) * rows
-            parts.append(F.embedding(matches.row + first_row, self.followed.flatten(0, 1)))
+            first_row = torch.arange(contexts, device=packed.input_ids.device) * rows
+            parts.append(F.embedding(packed.matches.row + first_row, self.followed.flatten(0, 1)))
         return torch.cat([part.to(dtype) for part in parts], dim=1)
 
 
 class InputEngram(ByteEngram):
     """The memory before the prelude."""
 
-    def forward(self, x_MD: Tensor, shifted_WM: Tensor, matches: Matches | None) -> Tensor:
+    def forward(self, x_MD: Tensor, packed: PackedBytes) -> Tensor:
         """Return the term to add to the embedded bytes x, [M, D]."""
-        return self.proj(self.rows(shifted_WM, matches, x_MD.dtype).flatten(1))
+        return self.proj(self.rows(packed, x_MD.dtype).flatten(1))
 
 
 class OutputEngram(ByteEngram):
@@ -590,24 +546,24 @@ class OutputEngram(ByteEngram):
         self.gate = Linear(config.hidden_size, width // config.engram_byte_dim)
         self.logits = Linear(width, config.vocab_size) if config.engram_logits else None
         self.votes = None
-        if config.engram_votes and config.match_contexts:
+        if config.engram_votes and config.engram_match_contexts:
             self.votes = nn.Sequential(
                 Linear(config.hidden_size, config.hidden_size // 2),
                 nn.GELU(),
-                Linear(config.hidden_size // 2, config.engram_votes * config.match_contexts),
+                Linear(
+                    config.hidden_size // 2, config.engram_votes * len(config.engram_match_contexts)
+                ),
             )
 
-    def forward(
-        self, x_MD: Tensor, shifted_WM: Tensor, matches: Matches | None
-    ) -> tuple[Tensor, Tensor | None]:
+    def forward(self, x_MD: Tensor, packed: PackedBytes) -> tuple[Tensor, Tensor | None]:
         """Return the terms to add to x [M, D] and to the logits [M, vocab_size]; None: nothing."""
         state = rms_norm(x_MD)
-        rows = self.rows(shifted_WM, matches, x_MD.dtype)
+        rows = self.rows(packed, x_MD.dtype)
         rows = (rows * self.gate(state).sigmoid()[:, :, None]).flatten(1)
         logits = None if self.logits is None else self.logits(rows)
         if self.votes is not None:
-            assert matches is not None
-            followed, weight = self.cast_votes(state, matches)
+            assert packed.matches is not None
+            followed, weight = self.cast_votes(state, packed.matches)
             weight = wide(weight)
             if logits is None:
                 logits = weight.new_zeros(len(x_MD), self.config.vocab_size)

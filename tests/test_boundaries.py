@@ -9,7 +9,7 @@ from torch import Tensor
 from conftest import awake, documents, gradients, small_config, text
 from spider import boundaries
 from spider.boundaries import N_BINS, SurprisePredictor
-from spider.memory import shifted_bytes
+from spider.contexts import word_ends
 from spider.noise import byte_noise
 from spider.packing import Packing
 from spider.segments import last_boundary
@@ -52,7 +52,7 @@ def packing_of(length: int) -> Packing:
 )
 def test_words_end_at_the_first_byte_that_is_not_part_of_a_word(given, ends):
     ids = torch.tensor(list(given))
-    is_end = boundaries.word_ends(shifted_bytes(ids, torch.arange(len(ids)), 2)).squeeze(0)
+    is_end = word_ends(ids, torch.arange(len(ids)))
     assert "".join("x" if end else "_" for end in is_end) == ends.decode()
 
 

@@ -175,7 +175,7 @@ VALUES = {
     "cfg.n_loops": (10**9,),
     "cfg.dim": (3,),
     "cfg.act": (1,),
-    "cfg.engram_orders": ([3, "4"],),
+    "cfg.engram_contexts": ([3, "4"],),
     "model_state_dict": ([], None, 3),
     "optimizer_state_dict": ([], None, 3),
 }

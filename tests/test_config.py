@@ -50,12 +50,12 @@ def test_number_at_its_upper_bound_makes_a_model_or_is_refused_by_its_name(name)
 @pytest.mark.parametrize(
     "most, more",
     (
-        (dict(engram_byte_orders=(1, 32)), dict(engram_byte_orders=(1, 33))),
-        (dict(engram_match_words=(16,)), dict(engram_match_words=(17,))),
+        (dict(engram_byte_contexts=("1", "32")), dict(engram_byte_contexts=("1", "33"))),
+        (dict(engram_match_contexts=("word16",)), dict(engram_match_contexts=("word17",))),
         (dict(engram_layers=(1,)), dict(engram_layers=(2,))),
         (dict(act_threshold=1.0), dict(act_threshold=1.01)),
         (dict(n_experts_per_tok=4), dict(n_experts_per_tok=5)),
-        (dict(engram_heads=2, engram_orders=(3,), engram_rows=3), dict(engram_heads=3)),
+        (dict(engram_heads=2, engram_contexts=("3",), engram_rows=3), dict(engram_heads=3)),
         (dict(ponder_weight=1_000_000), dict(ponder_weight=1_000_001)),
     ),
     ids=str,
@@ -119,8 +119,12 @@ def test_saved_config_is_read_and_unknown_fields_are_named():
     config = small_config(boundaries="learned")
     assert SpiderConfig.from_saved(dataclasses.asdict(config)) == config
     assert not config.changed("act=False").act
-    lookups = "engram_layers=,engram_orders=,engram_byte_orders=,engram_match_orders="
-    assert config.changed(lookups).longest_order == 2  # which the ends of words take
+    lookups = "engram_layers=,engram_contexts=,engram_byte_contexts=,engram_match_contexts="
+    assert config.changed(lookups).reach == 2  # which the ends of words take
+    before = dict(engram_orders=[3], engram_byte_orders=[1, 2])
+    before |= dict(engram_match_orders=[3, 12], engram_match_words=[1])
+    assert SpiderConfig.from_saved(before).engram_byte_contexts == ("1", "2")
+    assert SpiderConfig.from_saved(before).engram_match_contexts == ("3", "12", "word1")
     wide_band = small_config(boundary_alpha=0.25, boundary_sigma=1.0)
     assert wide_band.bytes_per_segment == 8
     with pytest.raises(TypeError, match="'places'"):

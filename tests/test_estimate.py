@@ -184,8 +184,8 @@ CHANGES = {
     "hidden_size=128": 0.01,
     "qk_rope_head_dim=24,qk_nope_head_dim=8": 0.01,
     "vocab_size=400": 0.01,
-    "engram_byte_orders=1+2": 0.01,
-    "engram_votes=4,engram_match_orders=3+4+5": 0.01,
+    "engram_byte_contexts=1+2": 0.01,
+    "engram_votes=4,engram_match_contexts=3+4+5": 0.01,
     "n_recurrent_layers=1": 0.05,
     "boundaries=learned": 0.05,
     "core_loss_weight=0.1": 0.01,
@@ -205,9 +205,9 @@ CHANGES = {
 SMALLEST = """
     hidden_size=64 n_prelude_layers=1 n_coda_layers=0 n_recurrent_layers=0 n_heads=4 q_lora_rank=128
     kv_lora_rank=64 qk_nope_head_dim=16 qk_rope_head_dim=16 v_head_dim=32 intermediate_size=128
-    n_routed_experts=0 moe_intermediate_size=32 lora_rank=2 engram_byte_orders= engram_byte_rows=99
-    engram_byte_dim=64 engram_match_orders= engram_orders=3+4 engram_heads=2 engram_dim=32
-    engram_rows=99 engram_layers= boundaries=words boundary_prior=0.19
+    n_routed_experts=0 moe_intermediate_size=32 lora_rank=2 engram_byte_contexts=
+    engram_byte_rows=99 engram_byte_dim=64 engram_match_contexts= engram_contexts=3+4
+    engram_heads=2 engram_dim=32 engram_rows=99 engram_layers= boundaries=words boundary_prior=0.19
 """
 
 

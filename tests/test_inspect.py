@@ -275,8 +275,8 @@ def test_a_page_has_the_likeliest_bytes_of_the_model():
         dict(n_routed_experts=0),
         dict(act=False),
         dict(engram_layers=()),
-        dict(engram_byte_orders=()),
-        dict(engram_match_words=(1, 2)),
+        dict(engram_byte_contexts=()),
+        dict(engram_match_contexts=("24", "word2", "above")),
     ),
     ids=str,
 )
@@ -291,27 +291,28 @@ def test_a_page_shows_whatever_the_model_has(changes, show):
     assert ("segments, " in printed) == bool(data["loops"]) == has_core
     assert bool(data["load"]) == (has_core and model.config.n_routed_experts > 0)
     assert ("layer 2, loop 1" in gates) == bool(model.config.engram_layers)
-    assert ("last 1 byte" in gates) == bool(model.config.engram_byte_orders)
-    assert "last 24, in the text" in gates and "last n, in the text" in kinds
-    has_words = 2 in model.config.engram_match_words
-    assert ("word 2, in the text" in gates) == ("word n, in the text" in kinds) == has_words
+    assert ("1, learned" in gates) == bool(model.config.engram_byte_contexts)
+    assert "24, in the text" in gates and "in the text" in kinds
+    assert ("word2, in the text" in gates) == ("word2" in model.config.engram_match_contexts)
     assert {len(levels) for levels in gates.values()} == {len(text)} == {len(data["ends"])}
     assert data["bytes"] == text.hex()
 
 
-@pytest.mark.parametrize("tables", ((), (1, 2)), ids=str)
+@pytest.mark.parametrize("tables", ((), ("1", "2")), ids=str)
 def test_a_page_has_votes_in_nats_and_gates_of_matches_only_without_tables(tables, show):
-    model = model_of(engram_votes=2, engram_match_words=(1,), engram_byte_orders=tables)
+    model = model_of(
+        engram_votes=2, engram_match_contexts=("3", "word1"), engram_byte_contexts=tables
+    )
     model.engram_output.votes[2].weight.data[1::2] = 0  # of the older occurrences
     _, page = show(model, b"abcd abcd abce")
     rows = {row["name"]: row for row in data_of(page)["gates"]}
-    votes = rows["last 3, its vote"]["levels"]
+    votes = rows["3, its vote"]["levels"]
     has_vote = [level != " " for level in votes]
     assert has_vote == [False] * 7 + [True] * 6 + [False]
-    assert "word 1, its vote" in rows
+    assert "word1, its vote" in rows
     for name, row in rows.items():
         assert (row["shades"] == "votes") == ("vote" in name)
-    assert ("last 3, in the text" in rows) == (tables == ())
+    assert ("3, in the text" in rows) == (tables == ())
 
 
 def test_levels_are_digits_and_a_space_for_nan():

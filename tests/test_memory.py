@@ -6,31 +6,27 @@ import pytest
 import torch
 
 from conftest import documents, small_config, text
-from spider.memory import (
-    Matches,
-    MatchMemory,
-    OutputEngram,
-    _Similarity,
-    shifted_bytes,
-)
+from spider.contexts import Past
+from spider.memory import Matches, MatchMemory, OutputEngram, PackedBytes, _Similarity
 from spider.packing import Packing, document_cu_seqlens
 from tokenizer import BOS_ID, EOS_ID, PAD_ID
 
 
-def context_of_bytes(document: list[int], t: int, n: int) -> list[int] | None:
-    """Return the last n bytes at t, None before there are as many."""
-    return document[t + 1 - n : t + 1] if t >= n - 1 else None
-
-
-def context_of_words(document: list[int], t: int, n: int) -> list[int]:
-    """Return the bytes up to t after the n-th last end of a word; without one, the last 31, with
-    PAD before the document. Word bytes are A to C."""
+def context_of(name: str, document: list[int], t: int) -> list[int]:
+    """Return the bytes of a context at t, the newest first, with PAD before the document. Word
+    bytes are A to C."""
     word = {*b"ABC"}
-    lately = range(t, max(t - 31, 0), -1)
-    ends = [s for s in lately if document[s] not in word and document[s - 1] in word]
-    if len(ends) >= n:
-        return document[ends[n - 1] + 1 : t + 1]
-    return ([PAD_ID] * 31 + document)[t + 1 : t + 32]
+    past = document[: t + 1][::-1] + [PAD_ID] * 300
+    ends = [k for k in range(t) if past[k] not in word and past[k + 1] in word]
+    if name == "above":
+        newlines = [k for k in range(min(t + 1, 255)) if past[k] == ord("\n")] + [255, 255]
+        back = max(newlines[1] - newlines[0] - 2, 0)
+        return [past[0], *past[back : back + 3]]
+    first, _, last = name.removeprefix("word").rpartition("-")
+    if not name.startswith("word"):
+        return past[int(first or 0) : int(last)]
+    ends = [-1] + [k - 1 for k in ends if k < 31] + [30] * 20
+    return past[ends[int(first or 0)] + 1 : ends[int(last)] + 1]
 
 
 def rows_with_repeats(with_words: bool) -> torch.Tensor:
@@ -38,7 +34,7 @@ def rows_with_repeats(with_words: bool) -> torch.Tensor:
     rows = torch.cat((text(2, 60, 3) % 4 + 65, documents(7, 2, 30, 21) % 3 + 65))
     rows[rows == ord("D")] = 255
     if with_words:
-        rows[rows == ord("B")] = ord(" ")
+        rows[rows == ord("B")] = ord("\n")
         rows[1][rows[1] == ord("C")] = 0
         rows[0, 12:50] = ord("A")  # no word ends within as many bytes as are read
     rows[0, [9, 30]] = EOS_ID
@@ -49,29 +45,33 @@ def rows_with_repeats(with_words: bool) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    "orders, words, occurrences",
-    (((1,), (), 2), ((2, 3, 7), (1, 2), 4), ((4, 32), (3,), 3), ((), (1, 4), 2)),
+    "contexts, occurrences",
+    (
+        (("1",), 2),
+        (("2", "3", "7", "word1", "word2"), 4),
+        (("4", "32", "word3"), 3),
+        (("word1", "word4"), 2),
+        (("1-4", "2-3", "word1-2", "word1-3", "above"), 2),
+    ),
+    ids=str,
 )
-def test_matches_are_the_ids_after_the_last_occurrences_in_the_same_document(
-    orders, words, occurrences
-):
-    rows = rows_with_repeats(bool(words))
+def test_matches_are_the_ids_after_the_last_occurrences_in_the_same_document(contexts, occurrences):
+    rows = rows_with_repeats(with_words=len(contexts) > 1)
     ids = rows.flatten()
     cu_seqlens = document_cu_seqlens(rows)
     packing = Packing.build(cu_seqlens, len(ids), 60, small_config(), torch.float32)
-    memory = MatchMemory(orders, words, occurrences)
+    memory = MatchMemory(contexts, occurrences)
     memory.init_hash(0)
-    shifted = shifted_bytes(ids, packing.position, len(memory.multiplier))
-    matches = memory(ids, shifted, packing.document)
+    past = Past(ids, packing.position, torch.arange(len(ids)))
+    matches = memory(past, packing.document)
 
-    contexts = [(context_of_bytes, n) for n in orders] + [(context_of_words, n) for n in words]
     for begin, end in pairwise(cu_seqlens.tolist()):
         document = ids[begin:end].tolist()
-        for column, (context_of, n) in enumerate(contexts):
+        for column, name in enumerate(contexts):
             earlier = []  # the context at each byte before
             for t in range(len(document)):
-                context = context_of(document, t, n)
-                same = [s for s in range(t) if context is not None and earlier[s] == context]
+                context = context_of(name, document, t)
+                same = [s for s in range(t) if earlier[s] == context]
                 followed = [document[s + 1] for s in reversed(same)]
                 earlier.append(context)
                 if not followed or followed[0] >= 256:
@@ -91,7 +91,10 @@ def test_matches_are_the_ids_after_the_last_occurrences_in_the_same_document(
 def test_votes_add_weights_to_the_logits_of_bytes_that_followed_the_newest_first(votes):
     """EOS, PAD and missing occurrences get no vote."""
     config = small_config(
-        engram_votes=votes, engram_match_orders=(2, 4), engram_byte_orders=(), boundaries="words"
+        engram_votes=votes,
+        engram_match_contexts=("2", "4"),
+        engram_byte_contexts=(),
+        boundaries="words",
     )
     engram = OutputEngram(config)
     generator = torch.Generator().manual_seed(0)
@@ -108,7 +111,10 @@ def test_votes_add_weights_to_the_logits_of_bytes_that_followed_the_newest_first
         ]
     )
     matches = Matches(torch.zeros(5, 2, dtype=torch.int64), followed)
-    _, logits = engram(x, torch.zeros(32, 5, dtype=torch.int64), matches)
+    ids = torch.zeros(1, 5, dtype=torch.int64)
+    packing = Packing.build(document_cu_seqlens(ids), 5, 5, config, torch.float32)
+    past = Past(ids[0], packing.position, torch.arange(5))
+    _, logits = engram(x, PackedBytes(ids, packing, past, matches))
 
     normed = x * (x.square().mean(1, keepdim=True) + 1e-6).rsqrt()
     weights = engram.votes(normed).view(5, 2, votes)

@@ -104,9 +104,9 @@ def test_shard_without_a_matrix_to_orthogonalize_gets_its_rows_in_bf16(processes
 def small_table(rows: int = 5) -> tuple[EngramTable, RowwiseAdagrad]:
     """Return a table [rows, 3] of zeros whose bytes are its addresses, for a prime of rows, and its
     optimizer."""
-    table = EngramTable((1,), 1, rows, 3)
+    table = EngramTable(("1",), 1, rows, 3)
     torch.nn.init.zeros_(table.weight)
-    table.addresses = lambda shifted: shifted.T
+    table.addresses = lambda past: past.T
     return table, RowwiseAdagrad([table], lr=0.5)
 
 

@@ -125,7 +125,7 @@ def test_the_model_is_the_checkpoints_with_settings_that_keep_its_weights():
         ("--set act=maybe", "--set: .*true or false"),
         ("--set engram_layers=1+x", "--set: .*whole numbers"),
         ("--set v_head_dim=7", "--set: .*must equal"),
-        ("--set engram_layers=,engram_byte_orders= --engram_reset", "has no Engram tables"),
+        ("--set engram_layers=,engram_byte_contexts= --engram_reset", "has no Engram tables"),
         ("--seq_len 96 --global_batch 4096", "4,096 bytes are not a multiple of 96 "),
         ("--global_batch 65536 --micro_batch 4 --grad_accum 2", "4 times --grad_accum 2"),
         ("--eval_every 0 --keep_best", "--keep_best needs the validation loss"),
@@ -140,7 +140,7 @@ def test_flags_that_do_not_fit_together_or_the_model_are_refused(argv, complaint
 
 
 @pytest.mark.parametrize(
-    "settings, cleared", (("", True), ("engram_layers=,engram_byte_orders=", False))
+    "settings, cleared", (("", True), ("engram_layers=,engram_byte_contexts=", False))
 )
 def test_tables_are_cleared_by_default_only_where_there_are_some(settings, cleared):
     assert settled("--model", "tiny", f"--set={settings}").flags.engram_reset == cleared

@@ -59,7 +59,7 @@ BASE = (
     "--optimizer adamw --precision fp32 --device cpu --seq_len 32 --micro_batch 2 --n_loops 2 "
     "--eval_every 0 --ckpt_every 100"
 )
-BARE = f"{SMALL},n_recurrent_layers=0,n_coda_layers=0,engram_byte_orders=,engram_match_orders="
+BARE = f"{SMALL},n_recurrent_layers=0,n_coda_layers=0,engram_byte_contexts=,engram_match_contexts="
 ONE_LAYER = dict(n_recurrent_layers=1, engram_layers=(0,))
 
 

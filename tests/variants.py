@@ -17,14 +17,19 @@ VARIANTS = {
     "no shared expert": dict(n_shared_experts=0),
     "no segment engram": dict(engram_layers=()),
     "two segment engrams": dict(n_recurrent_layers=3, engram_layers=(2, 0)),
-    "no byte tables": dict(engram_byte_orders=()),
-    "no matches": dict(engram_match_orders=()),
-    "no engram": dict(engram_byte_orders=(), engram_match_orders=(), engram_layers=()),
+    "no byte tables": dict(engram_byte_contexts=()),
+    "no matches": dict(engram_match_contexts=()),
+    "no engram": dict(engram_byte_contexts=(), engram_match_contexts=(), engram_layers=()),
     "matches by words alone": dict(
-        engram_byte_orders=(), engram_match_orders=(), engram_match_words=(1, 3)
+        engram_byte_contexts=(), engram_match_contexts=("word1", "word3")
     ),
     "votes and logits": dict(
-        engram_votes=4, engram_match_orders=(1, 2, 5), engram_match_words=(1,), engram_logits=True
+        engram_votes=4, engram_match_contexts=("1", "2", "5", "word1"), engram_logits=True
     ),
-    "votes without tables": dict(engram_byte_orders=(), engram_votes=1),
+    "contexts of every kind": dict(
+        engram_contexts=("2", "word1-2"),
+        engram_byte_contexts=("1", "1-4", "word1", "word1-2", "above"),
+        engram_match_contexts=("2-4", "word1", "word2-4", "above"),
+    ),
+    "votes without tables": dict(engram_byte_contexts=(), engram_votes=1),
 }
