@@ -14,6 +14,7 @@ Shapes, as suffixes of names:
     L  bytes of a text
     M  those whose contexts are looked up
     W  last bytes, the newest first
+    X  contexts
 """
 
 import operator
@@ -24,8 +25,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from spider.config import REACH, SPAN_BYTES, span_of
+from spider.config import REACH, span_of
 from spider.vocabulary import PAD_ID
+
+# Odd, and its inverse mod 2^64: hashes of spans are sums of powers of it.
+BASE = 0x1E3779B97F4A7C15
+INVERSE = pow(BASE, -1, 1 << 64)
 
 
 def word_ends(ids_L: Tensor, position_L: Tensor) -> Tensor:
@@ -54,16 +59,12 @@ class Past:
         self.ids = ids_L
         self.position = position_L
         self.index = index_M
-        self.windows: dict[tuple[str, int], Tensor] = {}  # see `window`
+        self.position_M = position_L.index_select(0, index_M)
+        self.keys_of: dict[str, Tensor] = {}  # by the name of a context that is not of bytes alone
 
     def select(self, chosen: Tensor) -> "Past":
         """Return the past of the chosen ones of the M bytes, by index."""
         return Past(self.ids, self.position, self.index.index_select(0, chosen))
-
-    def bytes_back(self, distance: Tensor) -> Tensor:
-        """Return the bytes at distances [..., M] before each, PAD before the document."""
-        earlier = self.ids[(self.index - distance).clamp_min(0)]
-        return torch.where(distance <= self.position[self.index], earlier, PAD_ID)
 
     @cached_property
     def word_ends(self) -> Tensor:
@@ -83,39 +84,57 @@ class Past:
         for _ in range(n):
             end_M = newest_L[(end_M - 1).clamp_min(0)]
         distance_M = self.index - end_M
-        found = (end_M >= 0) & (distance_M <= self.position[self.index])
+        found = (end_M >= 0) & (distance_M <= self.position_M)
         most = REACH[unit] - 1
         return torch.where(found, distance_M, most).clamp_max(most)
 
-    def window(self, unit: str, n: int, start_M: Tensor) -> Tensor:
-        """Return the last bytes before the n-th last end of a unit, start bytes back: [W, M]."""
-        if (unit, n) not in self.windows:
-            back_W1 = torch.arange(SPAN_BYTES, device=self.ids.device)[:, None]
-            self.windows[unit, n] = self.bytes_back(back_W1 + start_M)
-        return self.windows[unit, n]
+    @cached_property
+    def sums(self) -> tuple[Tensor, Tensor]:
+        """Return the sums of (byte + 1) * BASE^l over the bytes before l, and BASE^-l, both
+        [L + 1]."""
+        ones = torch.ones_like(self.ids)
+        power_L = (ones * BASE).cumprod(0)
+        inverse_L = (ones * INVERSE).cumprod(0)
+        sums = ((self.ids + 1) * power_L).cumsum(0)
+        return F.pad(sums, (1, 0)), F.pad(inverse_L, (1, 0), value=1)
+
+    def key(self, context: str) -> Tensor:
+        """Hash the bytes of a context, wherever they are: int64 [M]. One that begins before the
+        document gets a key of its own, by its position."""
+        unit, first, last = span_of(context)
+        start_M = self.since(unit, first)
+        length_M = self.since(unit, last) - start_M
+        if unit == "line":  # the same columns of the line before
+            start_M = (length_M - 2).clamp_min(0)
+            length_M = torch.full_like(length_M, 3)
+        stop_M = (self.index + 1 - start_M).clamp_min(0)
+        begin_M = (stop_M - length_M).clamp_min(0)
+        sums, inverse = self.sums
+        hash_M = (sums[stop_M] - sums[begin_M]) * inverse[stop_M]
+        if unit == "line":
+            hash_M = hash_M + BASE * self.ids[self.index]
+        in_document = start_M + length_M <= self.position_M + 1
+        return torch.where(in_document, hash_M, -1 - self.position_M)
 
     def keys(self, contexts: tuple[str, ...], multiplier: Tensor) -> Tensor:
-        """Hash each context: XOR of byte * multiplier over its span, the newest byte first, int64
-        [X, M].
+        """Return the key of each context, int64 [X, M].
 
-        multiplier [W]: odd, for spans of at most W bytes."""
-        hashes: dict[tuple[str, int], Tensor] = {}  # [W + 1, M], of spans by their length
+        That of the last n bytes is XOR over k < n of a byte * multiplier[k], the newest first.
+        multiplier int64 [W]: odd, for the longest such context."""
+        multiplier = multiplier[
+            : max((int(name) for name in contexts if name.isdecimal()), default=0)
+        ]
+        back_W1 = torch.arange(len(multiplier), device=self.ids.device)[:, None]
+        earlier_WM = self.ids[(self.index - back_W1).clamp_min(0)]
+        shifted_WM = torch.where(back_W1 <= self.position_M, earlier_WM, PAD_ID)
+        products = shifted_WM * multiplier[:, None]
+        of_bytes = [*accumulate(products.unbind(), operator.xor)]
         keys = []
         for name in contexts:
-            unit, first, last = span_of(name)
-            start_M = self.since(unit, first)
-            length_M = self.since(unit, last) - start_M
-            added: Tensor | int = 0
-            if unit == "word":
-                added = length_M  # zero bytes must change the key, too
-            elif unit == "line":  # the same columns of the line before
-                start_M = (length_M - 2).clamp_min(0)
-                length_M = torch.full_like(length_M, 3)
-                added = self.ids[self.index]
-            if (unit, first) not in hashes:
-                window_WM = self.window(unit, first, start_M)[: len(multiplier)]
-                products = window_WM * multiplier[:, None]
-                prefixes = accumulate(products.unbind(), operator.xor)
-                hashes[unit, first] = F.pad(torch.stack([*prefixes]), (0, 0, 1, 0))
-            keys.append(hashes[unit, first].gather(0, length_M[None])[0] + added)
+            if name.isdecimal():
+                keys.append(of_bytes[int(name) - 1])
+                continue
+            if name not in self.keys_of:
+                self.keys_of[name] = self.key(name)
+            keys.append(self.keys_of[name])
         return torch.stack(keys)

@@ -119,8 +119,8 @@ class Record:
 
     def _record_votes(self, engram: OutputEngram, args: tuple, output: Any):
         """Hook after the Engram before the head."""
-        x, _, matches = args
-        followed, weights = engram.cast_votes(rms_norm(x), matches)
+        x, packed = args
+        followed, weights = engram.cast_votes(rms_norm(x), packed.matches)
         # a context's votes are adjacent, the newest occurrence first
         votes_per_context = self.model.config.engram_votes
         followed = followed[self.context :, ::votes_per_context]

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from spider.attention import Cache
-from spider.config import SPAN_BYTES, SpiderConfig, primes_below, span_of
+from spider.config import SPAN_BYTES, SpiderConfig, primes_below
 from spider.contexts import Past
 from spider.layers import Linear, inverse_rms, rms_norm, wide
 from spider.packing import ActiveRows, Packing, mark_rows_dynamic, round_up
@@ -37,8 +37,7 @@ from spider.packing import ActiveRows, Packing, mark_rows_dynamic, round_up
 
 def new_multiplier(contexts: tuple[str, ...]) -> nn.Buffer:
     """Return room for the multipliers of keys, see Past.keys."""
-    spans = [span_of(name) for name in contexts]
-    longest = max(last - first if unit == "byte" else SPAN_BYTES for unit, first, last in spans)
+    longest = max(int(name) if name.isdecimal() else SPAN_BYTES for name in contexts)
     return nn.Buffer(torch.empty(longest, dtype=torch.int64))
 
 

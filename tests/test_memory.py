@@ -12,21 +12,27 @@ from spider.packing import Packing, document_cu_seqlens
 from tokenizer import BOS_ID, EOS_ID, PAD_ID
 
 
-def context_of(name: str, document: list[int], t: int) -> list[int]:
-    """Return the bytes of a context at t, the newest first, with PAD before the document. Word
-    bytes are A to C."""
+def context_of(name: str, document: list[int], t: int) -> list[int] | None:
+    """Return the bytes of a context at t, the newest first, or None if it begins before the
+    document. Word bytes are A to C."""
     word = {*b"ABC"}
-    past = document[: t + 1][::-1] + [PAD_ID] * 300
-    ends = [k for k in range(t) if past[k] not in word and past[k + 1] in word]
-    if name == "above":
-        newlines = [k for k in range(min(t + 1, 255)) if past[k] == ord("\n")] + [255, 255]
-        back = max(newlines[1] - newlines[0] - 2, 0)
-        return [past[0], *past[back : back + 3]]
+    past = document[t::-1]
+    ends = [k - 1 for k in range(t) if past[k] not in word and past[k + 1] in word and k < 31]
+    newlines = [k for k in range(t + 1) if past[k] == ord("\n")] + [255, 255]
     first, _, last = name.removeprefix("word").rpartition("-")
-    if not name.startswith("word"):
-        return past[int(first or 0) : int(last)]
-    ends = [-1] + [k - 1 for k in ends if k < 31] + [30] * 20
-    return past[ends[int(first or 0)] + 1 : ends[int(last)] + 1]
+    added = []
+    if name == "above":
+        start = max(newlines[1] - newlines[0] - 2, 0)
+        stop = start + 3
+        added = past[:1]
+    elif name.startswith("word"):
+        ends = [-1, *ends, *[30] * 20]
+        start = ends[int(first or 0)] + 1
+        stop = ends[int(last)] + 1
+    else:
+        start = int(first or 0)
+        stop = int(last)
+    return None if stop > t + 1 else past[start:stop] + added
 
 
 def rows_with_repeats(with_words: bool) -> torch.Tensor:
@@ -71,7 +77,7 @@ def test_matches_are_the_ids_after_the_last_occurrences_in_the_same_document(con
             earlier = []  # the context at each byte before
             for t in range(len(document)):
                 context = context_of(name, document, t)
-                same = [s for s in range(t) if earlier[s] == context]
+                same = [s for s in range(t) if context is not None and earlier[s] == context]
                 followed = [document[s + 1] for s in reversed(same)]
                 earlier.append(context)
                 if not followed or followed[0] >= 256:
