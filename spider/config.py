@@ -82,6 +82,7 @@ class SpiderConfig:
     # Past occurrences of each context that vote on the logits before the head. With byte tables,
     # votes replace the rows of matches there.
     engram_votes: int = 0
+    engram_vote_ages: bool = False  # what weighs votes sees how long ago each context occurred
     engram_logits: bool = False  # rows before the head also add to the logits directly
 
     def __post_init__(self):

@@ -164,6 +164,8 @@ def head_kept(c: SpiderConfig, size: int) -> int:
         kept += 2 * state + rows * (size * 2 * c.engram_byte_dim + 8)  # addresses are int64
     if votes:  # for ids, int64, unless they are no bytes
         kept += state + 9 * votes
+        if c.engram_vote_ages:  # beside a copy of the state
+            kept += state + size * len(c.engram_match_contexts)
     return kept
 
 

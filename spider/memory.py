@@ -181,6 +181,7 @@ class Matches(NamedTuple):
 
     row: Tensor  # int64 [M, X]
     followed: Tensor  # int64 [M, X, occurrences], the ids after them, newest first; -1: none
+    age: Tensor  # int64 [M, X], bytes since the newest; 0: none
 
 
 class PackedBytes(NamedTuple):
@@ -244,7 +245,7 @@ class MatchMemory(nn.Module):
         previous_XM = torch.full_like(byte_XM, -1)
         previous_XM.scatter_(1, right, occurrence)
         ids_XM = past.ids.expand_as(previous_XM)
-        return self._follow(ids_XM, previous_XM, newest=previous_XM)
+        return self._follow(ids_XM, previous_XM, previous_XM, past.index)
 
     def step(
         self, ids_BT: Tensor, past: Past, position_BT: Tensor, history: MatchHistory
@@ -266,10 +267,11 @@ class MatchMemory(nn.Module):
         newest_XBT = _newest_occurrence(keys_XBT, position_BT, history.keys[:, :, :needed])
         history.previous.scatter_(2, position_XBT, newest_XBT)
         ids_XBS = history.ids.expand_as(history.previous)
-        return self._follow(ids_XBS, history.previous, newest_XBT), history
+        return self._follow(ids_XBS, history.previous, newest_XBT, position_BT), history
 
-    def _follow(self, ids: Tensor, previous: Tensor, newest: Tensor) -> Matches:
-        """Return the matches of contexts whose newest occurrences are given.
+    def _follow(self, ids: Tensor, previous: Tensor, newest: Tensor, here: Tensor) -> Matches:
+        """Return the matches of contexts of the bytes `here` [..., n], whose newest occurrences are
+        given.
 
         newest [X, ..., n]: the byte of each; -1: none. ids and `previous` [X, ..., S]: the bytes of
         the document, and the occurrence before the one that ends there."""
@@ -283,7 +285,8 @@ class MatchMemory(nn.Module):
         kind = torch.where(older_id < 0, 0, torch.where(newest_id == older_id, 256, 512))
         is_byte = (newest_id >= 0) & (newest_id <= 255)
         row_MX = torch.where(is_byte, newest_id + kind, self.NOTHING)
-        return Matches(row_MX, torch.stack(followed, dim=-1))
+        age = torch.where(newest < 0, 0, here - newest)
+        return Matches(row_MX, torch.stack(followed, dim=-1), age.flatten(1).T)
 
 
 def _newest_occurrence(keys_XBT: Tensor, position_BT: Tensor, stored_XBS: Tensor) -> Tensor:
@@ -536,7 +539,8 @@ class OutputEngram(ByteEngram):
     It can also add to the logits directly, in two ways. `engram_logits`: linearly from its rows.
     `engram_votes`: by votes for the bytes that followed a context's last occurrences. A small
     network of the state weighs the votes, as the mixer of PAQ weighs predictions (Mahoney 2005).
-    With byte tables, votes replace the rows of matches."""
+    With `engram_vote_ages` it also sees how long ago each context occurred. With byte tables, votes
+    replace the rows of matches."""
 
     def __init__(self, config: SpiderConfig):
         super().__init__(config, config.matches_before_head)
@@ -545,13 +549,13 @@ class OutputEngram(ByteEngram):
         self.gate = Linear(config.hidden_size, width // config.engram_byte_dim)
         self.logits = Linear(width, config.vocab_size) if config.engram_logits else None
         self.votes = None
-        if config.engram_votes and config.engram_match_contexts:
+        contexts = len(config.engram_match_contexts)
+        if config.engram_votes and contexts:
+            ages = contexts if config.engram_vote_ages else 0
             self.votes = nn.Sequential(
-                Linear(config.hidden_size, config.hidden_size // 2),
+                Linear(config.hidden_size + ages, config.hidden_size // 2),
                 nn.GELU(),
-                Linear(
-                    config.hidden_size // 2, config.engram_votes * len(config.engram_match_contexts)
-                ),
+                Linear(config.hidden_size // 2, config.engram_votes * contexts),
             )
 
     def forward(self, x_MD: Tensor, packed: PackedBytes) -> tuple[Tensor, Tensor | None]:
@@ -579,4 +583,8 @@ class OutputEngram(ByteEngram):
         # MatchMemory finds at least two
         followed = matches.followed[:, :, : self.config.engram_votes].flatten(1)
         is_byte = (followed >= 0) & (followed < 256)
-        return followed, torch.where(is_byte, self.votes(state_MD), 0)
+        seen = state_MD
+        if self.config.engram_vote_ages:
+            ages_MX = (matches.age.log1p() / 4).to(seen.dtype)  # up to about 2
+            seen = torch.cat((seen, ages_MX), dim=1)
+        return followed, torch.where(is_byte, self.votes(seen), 0)

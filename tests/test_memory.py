@@ -89,6 +89,7 @@ def test_matches_are_the_ids_after_the_last_occurrences_in_the_same_document(con
                 padded = (followed + [-1] * occurrences)[:occurrences]
                 assert matches.row[begin + t, column] == row
                 assert matches.followed[begin + t, column].tolist() == padded
+                assert matches.age[begin + t, column] == (t - same[-1] if same else 0)
     for kind in (0, 512, 768):  # all of these occur
         assert ((kind <= matches.row) & (matches.row < kind + 256)).any()
 
@@ -98,6 +99,7 @@ def test_votes_add_weights_to_the_logits_of_bytes_that_followed_the_newest_first
     """EOS, PAD and missing occurrences get no vote."""
     config = small_config(
         engram_votes=votes,
+        engram_vote_ages=True,
         engram_match_contexts=("2", "4"),
         engram_byte_contexts=(),
         boundaries="words",
@@ -116,14 +118,15 @@ def test_votes_add_weights_to_the_logits_of_bytes_that_followed_the_newest_first
             [[255, 257, 1], [2, 3, 4]],
         ]
     )
-    matches = Matches(torch.zeros(5, 2, dtype=torch.int64), followed)
+    age = torch.arange(10).view(5, 2)
+    matches = Matches(torch.zeros(5, 2, dtype=torch.int64), followed, age)
     ids = torch.zeros(1, 5, dtype=torch.int64)
     packing = Packing.build(document_cu_seqlens(ids), 5, 5, config, torch.float32)
     past = Past(ids[0], packing.position, torch.arange(5))
     _, logits = engram(x, PackedBytes(ids, packing, past, matches))
 
     normed = x * (x.square().mean(1, keepdim=True) + 1e-6).rsqrt()
-    weights = engram.votes(normed).view(5, 2, votes)
+    weights = engram.votes(torch.cat((normed, (1 + age).log() / 4), 1)).view(5, 2, votes)
     expected = torch.zeros(5, config.vocab_size)
     for row in range(5):
         for context in range(2):

@@ -30,6 +30,8 @@ VARIANTS = {
         engram_contexts=("2", "word1-2"),
         engram_byte_contexts=("1", "1-4", "word1", "word1-2", "above"),
         engram_match_contexts=("2-4", "word1", "word2-4", "above"),
+        engram_votes=1,
+        engram_vote_ages=True,
     ),
     "votes without tables": dict(engram_byte_contexts=(), engram_votes=1),
 }
