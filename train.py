@@ -229,7 +229,7 @@ class Flags:
     )
     beta1: float = flag(0.9, "beta1 of AdamW", recorded=True, **BETA)
     beta2: float = flag(0.95, "beta2 of AdamW", recorded=True, **BETA)
-    momentum: float = flag(0.95, "momentum of Muon", recorded=True, **BETA)
+    momentum: float = flag(0.9, "momentum of Muon", recorded=True, **BETA)
     grad_clip: float = flag(
         1.0,
         "largest norm of the gradient, not counting the hashed Engram tables; 0: off",
@@ -499,7 +499,7 @@ TINY = Recipe(
 RECIPES = {
     "1b": Recipe(dict(global_batch=131_072, engram_reset=True), FITTED),
     "base": Recipe(dict(n_loops=1, global_batch=131_072, engram_reset=True), FITTED),
-    "original": Recipe({}, {}),  # the flags of the project that this one began from
+    "original": Recipe(dict(momentum=0.95), {}),  # of the project that this one began from
     "small": Recipe(
         TINY.values | dict(target_tokens=30_000_000, eval_tokens=1_048_576), TINY.rules
     ),

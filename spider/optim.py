@@ -143,7 +143,7 @@ class Optimizers:
         weight_decay: float = 0.1,
         beta1: float = 0.9,
         beta2: float = 0.95,
-        momentum: float = 0.95,
+        momentum: float = 0.9,
     ):
         """optimizer: one of OPTIMIZERS, for all but the Engram tables; raise ValueError for another
         name. engram_lr: learning rate of the tables."""
