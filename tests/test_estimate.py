@@ -186,6 +186,7 @@ CHANGES = {
     "vocab_size=400": 0.01,
     "engram_byte_contexts=1+2": 0.01,
     "engram_votes=4,engram_match_contexts=3+4+5": 0.01,
+    "engram_vote_ages=true": 0.01,
     "n_recurrent_layers=1": 0.05,
     "boundaries=learned": 0.05,
     "core_loss_weight=0.1": 0.01,
