@@ -265,17 +265,18 @@ def _core_activations(c: SpiderConfig, step: MicroStep) -> float:
 class StateSize(NamedTuple):
     """The bytes of a model and its optimizer state."""
 
-    parameters: float
-    dense_state: float  # the optimizer's, of all but Engram tables
-    table_state: float  # the optimizer's, of Engram tables
+    dense: int  # of all parameters but Engram tables
+    tables: int
+    dense_state: float  # the optimizer's
+    table_state: float
 
 
 def state_size(model: nn.Module, optimizer: str) -> StateSize:
     """Count the bytes of all parameters and of the optimizer state. optimizer: one of
     OPTIMIZERS."""
-    tables = tables_of(model).values()
-    total = sum(p.numel() for p in model.parameters())
-    dense = total - sum(table.weight.numel() for table in tables)
+    tables = [table.weight for table in tables_of(model).values()]
+    in_tables = sum(table.numel() for table in tables)
+    dense = sum(p.numel() for p in model.parameters()) - in_tables
     if optimizer == "adamw":
         state: float = 8 * dense
     elif optimizer == "adamw8bit":
@@ -287,7 +288,7 @@ def state_size(model: nn.Module, optimizer: str) -> StateSize:
             if kind.optimizer == "muon"
         )
         state = 4 * matrices + 8 * (dense - matrices)
-    return StateSize(4 * total, state, 4 * sum(len(table.weight) for table in tables))
+    return StateSize(4 * dense, 4 * in_tables, state, 4 * sum(map(len, tables)))
 
 
 # names of purposes in the estimate that others refer to
@@ -310,23 +311,20 @@ def estimate_memory(
     flags = plan.flags
     step = MicroStep.of(plan, recompute)
     on_cpu = world.device.type == "cpu"
-    tables = tables_of(model)
-    total = sum(p.numel() for p in model.parameters())
-    dense = total - sum(table.weight.numel() for table in tables.values())
     state = state_size(model, flags.optimizer)
 
     kept = activations(c, step)
     casts = 0
     if flags.precision != "fp32":
-        casts = dense * step.size
+        casts = state.dense * step.size // 4
     if flags.precision == "fp8":
         # a converted weight takes one byte
         casts -= sum(model.get_parameter(name).numel() for name in weights_in_fp8(model))
         kept += step.rows * 12 * c.intermediate_size  # gate and up go to fp32 and back
 
     # with one micro-step, gradients replace activations; with several, they exist before
-    gradients: float = 4 * dense
-    of_tables = table_gradients(tables, plan, step.rows)
+    gradients: float = state.dense
+    of_tables = table_gradients(tables_of(model), plan, step.rows)
     if flags.grad_accum == 1:
         gradients = max(0.0, gradients + of_tables - kept)
         of_tables = 0.0
@@ -339,7 +337,7 @@ def estimate_memory(
         padding = padding_bound(c, step)
 
     memory = {
-        "parameters": 4 * total,
+        "parameters": state.dense + state.tables,
         "gradients": gradients,
         "gradients of tables": of_tables,
         "optimizer": state.dense_state + state.table_state,
@@ -351,7 +349,7 @@ def estimate_memory(
         FLASH_BACKWARD: flash,
     }
     if world.ranks > 1:
-        memory |= memory_of_shards(model, state, dense, flags.grad_accum, world.shards)
+        memory |= memory_of_shards(model, state, flags.grad_accum, world.shards)
     if on_cpu:
         memory |= {
             "process at start": process_memory("VmRSS"),
@@ -362,27 +360,26 @@ def estimate_memory(
 
 
 def memory_of_shards(
-    model: nn.Module, state: StateSize, dense: int, grad_accum: int, shards: int
+    model: nn.Module, state: StateSize, grad_accum: int, shards: int
 ) -> dict[str, float]:
     """Estimate the bytes by purpose that differ on one of several ranks, see shard_model.
 
-    Tables and their summed gradients are not sharded. dense: the number of all other parameters.
+    Tables and their summed gradients are not sharded.
     """
-    of_tables = state.parameters - 4 * dense  # bytes
-    gradients: float = 4 * dense
+    gradients: float = state.dense
     if grad_accum == 1:
         gradients /= shards
-    gathered = dense
+    gathered = state.dense
     if shards > 1 and grad_accum == 1:  # a group at a time, of which the core is the largest
-        gathered = sum(
+        gathered = 4 * sum(
             p.numel() for name, p in model.named_parameters() if name.startswith("core.")
         )
     return {
-        "parameters": of_tables + 4 * dense / shards,
+        "parameters": state.tables + state.dense / shards,
         "optimizer": state.dense_state / shards + state.table_state,
-        "gradients of tables": of_tables,
+        "gradients of tables": state.tables,
         "gradients": gradients,
-        "gathered weights": 4 * gathered,
+        "gathered weights": gathered,
     }
 
 
