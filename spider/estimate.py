@@ -29,12 +29,7 @@ from spider.packing import round_up, row_step
 
 if TYPE_CHECKING:
     from spider.plan import Plan
-
-
-def config_of(model: nn.Module) -> SpiderConfig:
-    config = model.config
-    assert isinstance(config, SpiderConfig)
-    return config
+    from spider_model import Spider
 
 
 def tables_of(model: nn.Module) -> dict[str, EngramTable]:
@@ -45,17 +40,11 @@ def tables_of(model: nn.Module) -> dict[str, EngramTable]:
 # Parameters and FLOPs
 
 
-class Count(NamedTuple):
-    """The size of a component."""
-
-    parameters: int
-    active: float  # parameters that a byte uses; core layers count once, experts top-k
-
-
-def parameter_table(model: nn.Module) -> dict[str, Count]:
-    """Count the parameters of each component."""
-    config = config_of(model)
-    table: dict[str, Count] = {}
+def parameter_table(model: "Spider") -> dict[str, tuple[int, float]]:
+    """Count the parameters of each component, and those of them that a byte uses; core layers count
+    once, experts top-k."""
+    config = model.config
+    table: dict[str, tuple[int, float]] = {}
     for name, kind in kinds_of(model).items():
         size = model.get_parameter(name).numel()
         share = 1.0
@@ -63,13 +52,13 @@ def parameter_table(model: nn.Module) -> dict[str, Count]:
             share = config.n_experts_per_tok / config.n_routed_experts
         elif kind.component == ENGRAM_TABLES:
             share = 0.0  # only a few rows are read
-        before = table.get(kind.component, Count(0, 0.0))
-        table[kind.component] = Count(before.parameters + size, before.active + size * share)
+        parameters, active = table.get(kind.component, (0, 0.0))
+        table[kind.component] = parameters + size, active + size * share
     return table
 
 
 def flops_per_byte(
-    model: nn.Module,
+    model: "Spider",
     bytes_per_segment: float,
     n_loops: int,
     seq_len: int,
@@ -81,7 +70,7 @@ def flops_per_byte(
     Parameters are counted by name, since FP8 conversion replaces Linears. fast: names of weights
     whose FLOPs count half, since FP8 products have twice the rate.
     """
-    c = config_of(model)
+    c = model.config
     segments_per_byte = 1 / bytes_per_segment
     # multiply-adds of a forward pass: weights times their uses
     products: float = 0
@@ -643,22 +632,19 @@ def print_memory_and_disk(plan: "Plan", world: World) -> list[str]:
     return lacking
 
 
-def print_tables(plan: "Plan", model: nn.Module):
-    """Print parameters by component, FLOPs per byte, configuration and flags.
-
-    The model may be on the meta device.
-    """
-    table = parameter_table(model)
-    total = sum(count.parameters for count in table.values())
-    active = sum(count.active for count in table.values())
+def print_tables(plan: "Plan"):
+    """Print parameters by component, FLOPs per byte, configuration and flags."""
+    table = parameter_table(plan.model)
+    total = sum(parameters for parameters, _ in table.values())
+    total_active = sum(active for _, active in table.values())
     print(f"{'parameters by component':36}{'parameters':>14}{'share':>8}{'active per byte':>18}")
-    for component, count in sorted(table.items(), key=lambda item: -item[1].parameters):
-        share = count.parameters / total
-        print(f"  {component:34}{count.parameters:14,}{share:8.1%}{count.active:18,.0f}")
-    print(f"  {'total':34}{total:14,}{1:8.0%}{active:18,.0f}")
+    for component, (parameters, active) in sorted(table.items(), key=lambda item: -item[1][0]):
+        share = parameters / total
+        print(f"  {component:34}{parameters:14,}{share:8.1%}{active:18,.0f}")
+    print(f"  {'total':34}{total:14,}{1:8.0%}{total_active:18,.0f}")
     costs = []
     for length in (1, plan.config.bytes_per_segment, 8):
-        cost = flops_per_byte(model, length, plan.flags.n_loops, plan.flags.seq_len)
+        cost = flops_per_byte(plan.model, length, plan.flags.n_loops, plan.flags.seq_len)
         costs.append(f"{cost / 1e9:.3g} G at {length:.2g} bytes per segment")
     print(f"\ntraining FLOPs per byte, {', '.join(costs)}")
     for title, values in (("configuration", vars(plan.config)), ("flags", vars(plan.flags))):

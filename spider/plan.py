@@ -487,7 +487,7 @@ def print_dry_run(
     remarks: what else the log would say. time_steps: returns the bytes/s of a few steps. Return the
     exit status: 1 if memory or disk do not suffice, else 0."""
     flags = plan.flags
-    estimate.print_tables(plan, plan.model)
+    estimate.print_tables(plan)
     if flags.precision == "fp8":
         print(describe_fp8(plan.model, flags.fp8_experts))
     for line in remarks:
