@@ -183,18 +183,6 @@ class MicroStep(NamedTuple):
     recompute: str  # one of RECOMPUTE
     dropout: bool  # whether there are masks: two at byte rate and two at segment rate
 
-    @classmethod
-    def of(cls, plan: "Plan", recompute: str) -> "MicroStep":
-        flags = plan.flags
-        return cls(
-            n_loops=flags.n_loops,
-            rows=flags.micro_batch * flags.seq_len,
-            seq_len=flags.seq_len,
-            size=4 if flags.precision == "fp32" else 2,
-            recompute=recompute,
-            dropout=flags.dropout > 0,
-        )
-
 
 def activations(c: SpiderConfig, step: MicroStep) -> float:
     """Count the bytes of activations at their peak.
@@ -298,7 +286,14 @@ def estimate_memory(
     """
     c = plan.config
     flags = plan.flags
-    step = MicroStep.of(plan, recompute)
+    step = MicroStep(
+        n_loops=flags.n_loops,
+        rows=flags.micro_batch * flags.seq_len,
+        seq_len=flags.seq_len,
+        size=4 if flags.precision == "fp32" else 2,
+        recompute=recompute,
+        dropout=flags.dropout > 0,
+    )
     on_cpu = world.device.type == "cpu"
     state = state_size(model, flags.optimizer)
 
@@ -435,19 +430,14 @@ def table_gradients(tables: dict[str, EngramTable], plan: "Plan", rows: int) -> 
 FITS = 0.85
 
 
-class MemoryChoice(NamedTuple):
-    split: int  # number of the split of a step into micro-steps
-    recompute: str
-    memory: dict[str, float]  # estimated bytes by purpose
-
-
 def choose_memory(
     splits: int,
     asked: str,
     estimate: Callable[[int, str], dict[str, float]],
     available: float,
-) -> MemoryChoice:
-    """Choose one of several splits of a step into micro-steps, and what to recompute.
+) -> tuple[int, str, dict[str, float]]:
+    """Choose one of several splits of a step into micro-steps, and what to recompute; return the
+    number of the split, this, and the memory by purpose.
 
     For `auto` recompute the least with which a split fits into `available` bytes; then choose the
     first such split. If nothing fits, return the last choice of all. estimate(split, recompute):
@@ -458,8 +448,8 @@ def choose_memory(
         for split in range(splits):
             memory = estimate(split, recompute)
             if sum(memory.values()) <= FITS * available:
-                return MemoryChoice(split, recompute, memory)
-    return MemoryChoice(split, recompute, memory)
+                return split, recompute, memory
+    return split, recompute, memory
 
 
 def usable_memory(world: World) -> float:

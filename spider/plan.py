@@ -394,11 +394,11 @@ def with_memory(plan: Plan, splits: Sequence[Split], world: World) -> Plan:
     def estimate_split(i: int, recompute: str) -> dict[str, float]:
         return estimate.estimate_memory(plan.model, plans[i], recompute, world)
 
-    def choose() -> estimate.MemoryChoice:
-        available = machine.memory_of(world.device, world.local_ranks)
-        return estimate.choose_memory(len(plans), plan.flags.recompute, estimate_split, available)
-
-    i, recompute, memory = world.on_rank0(choose)
+    asked = plan.flags.recompute
+    available = machine.memory_of(world.device, world.local_ranks)
+    i, recompute, memory = world.on_rank0(
+        lambda: estimate.choose_memory(len(plans), asked, estimate_split, available)
+    )
     chosen = plans[i]
     return replace(chosen, flags=replace(chosen.flags, recompute=recompute), memory=memory)
 
