@@ -6,7 +6,6 @@ import math
 import shlex
 import time
 from collections.abc import Mapping
-from typing import NamedTuple
 
 import torch
 from loguru import logger
@@ -125,37 +124,27 @@ def log_start(plan: Plan, progress: RunProgress, last_step: int):
     )
 
 
-class Column(NamedTuple):
-    """A column of a step's line in the log."""
-
-    cell: str  # a format of the step's metrics
-    meaning: str
-
-
-def columns_of(plan: Plan, device: torch.device) -> list[Column]:
-    """Return the columns that suit a model and a device."""
+def columns_of(plan: Plan, device: torch.device) -> dict[str, str]:
+    """Return the columns of a step's line that suit a model and a device: the meaning of each, by
+    the format of the step's metrics."""
     config = plan.config
-    columns = [
-        Column("loss {loss:.4f}", "loss (cross-entropy in nats per byte)"),
-        Column("bpb {bpb:.4f}", "bpb (the same in bits per byte)"),
-        Column("lr {lr:.2e}", "lr (learning rate)"),
-        Column("norm {grad_norm:.3f}", "norm (of the gradient, before clipping)"),
-        Column("{tok_per_sec:,.0f} bytes/s", "bytes/s (of this step)"),
-    ]
+    columns = {
+        "loss {loss:.4f}": "loss (cross-entropy in nats per byte)",
+        "bpb {bpb:.4f}": "bpb (the same in bits per byte)",
+        "lr {lr:.2e}": "lr (learning rate)",
+        "norm {grad_norm:.3f}": "norm (of the gradient, before clipping)",
+        "{tok_per_sec:,.0f} bytes/s": "bytes/s (of this step)",
+    }
     if device.type == "cuda":
-        meaning = "MFU (model FLOPs relative to the measured bf16 peak)"
-        columns.append(Column("MFU {bf16_mfu:.1%}", meaning))
+        columns["MFU {bf16_mfu:.1%}"] = "MFU (model FLOPs relative to the measured bf16 peak)"
     if config.n_recurrent_layers:
-        meaning = "bytes/segment (mean length)"
-        columns.append(Column("{bytes_per_segment:.2f} bytes/segment", meaning))
+        columns["{bytes_per_segment:.2f} bytes/segment"] = "bytes/segment (mean length)"
         if plan.flags.random_loops or (plan.flags.n_loops > 1 and config.act):
-            meaning = "loops (until a segment halts, mean)"
-            columns.append(Column("{mean_loops:.2f} loops", meaning))
+            columns["{mean_loops:.2f} loops"] = "loops (until a segment halts, mean)"
     if config.has_experts:
-        meaning = "balance (load of the busiest expert, 1 is even)"
-        columns.append(Column("balance {expert_balance:.2f}", meaning))
-    columns.append(Column("{memory:.2f} GB", "GB (peak memory so far)"))
-    columns.append(Column("ETA {eta}", "ETA (time left)"))
+        columns["balance {expert_balance:.2f}"] = "balance (load of the busiest expert, 1 is even)"
+    columns["{memory:.2f} GB"] = "GB (peak memory so far)"
+    columns["ETA {eta}"] = "ETA (time left)"
     return columns
 
 
@@ -172,8 +161,7 @@ class StepLog:
         self.every = plan.flags.log_every or math.ceil(last_step / LOG_LINES)
         self.began = time.perf_counter()
         self.logged = self.began  # time of the last line
-        meanings = ", ".join(column.meaning for column in self.columns)
-        logger.info(f"columns of a step: {meanings}")
+        logger.info(f"columns of a step: {', '.join(self.columns.values())}")
 
     def log(self, events: StepEvents):
         """Log the last step, if a line is due, and its events."""
@@ -204,7 +192,7 @@ class StepLog:
         values = metrics | dict(
             bpb=metrics["loss"] / math.log(2), eta=estimate.describe_duration(seconds_left)
         )
-        cells = [column.cell.format(**values) for column in self.columns]
+        cells = [cell.format(**values) for cell in self.columns]
         return " | ".join((f"step {metrics['step']}/{self.last_step}", *cells))
 
     def seconds(self) -> float:
