@@ -51,8 +51,7 @@ class Bench:
     def __init__(self, flags: list[str]):
         command = train.parse_args(flags, environ={})
         self.device = machine.resolve_device(command.flags.device)
-        self.world = World({})
-        self.world.device = self.device
+        self.world = World({}, self.device)
         self.on_gpu = self.device.type == "cuda"
         self.has_fp8 = self.on_gpu and machine.has_fp8(self.device)
         # bytes/s, as measured, by precision and --compile

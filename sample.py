@@ -218,6 +218,7 @@ import numpy as np
 import torch
 
 from data import Shard, Source, Stream, map_shard, open_source, validation_sets
+from spider.distributed import World
 from spider.export import write_export
 from spider.inference import (
     Adaptation,
@@ -231,7 +232,6 @@ from spider.inference import (
     model_of,
     read_checkpoint,
     score_windows,
-    single_process,
 )
 from spider.inputs import naming
 from spider.inspect import show
@@ -429,7 +429,7 @@ def score_text(
     else:
         ((ids, labels),) = validation_sets([text], seq_len, eval_tokens).values()
         batches = zip(ids.split(batch), labels.split(batch), strict=True)
-        totals = score_model(model, batches, n_loops, single_process(model.embed_tokens.device))
+        totals = score_model(model, batches, n_loops, World({}, model.embed_tokens.device))
     starts = range(1, len(stream), COUNTED)  # nothing predicts the first id
     pieces = (stream.read(start, min(start + COUNTED, len(stream))) for start in starts)
     return totals, count_characters(pieces, special)

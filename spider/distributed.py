@@ -63,14 +63,15 @@ class World:
     """The ranks of a run, a single process until `join`. Without torchrun collectives do
     nothing."""
 
-    def __init__(self, environ: Mapping[str, str] = os.environ):
-        """Raise WorldError if torchrun's variables contradict one another."""
+    def __init__(self, environ: Mapping[str, str] = os.environ, device: str | torch.device = "cpu"):
+        """environ: torchrun's variables; {} for a single process, whatever is set. Raise WorldError
+        if they contradict one another."""
         self.rank, self.ranks = rank_and_count(environ, "RANK", "WORLD_SIZE")
         self.local_rank, self.local_ranks = rank_and_count(
             environ, "LOCAL_RANK", "LOCAL_WORLD_SIZE"
         )
         self.by_torchrun = "TORCHELASTIC_RUN_ID" in environ
-        self.device = torch.device("cpu")
+        self.device = torch.device(device)
         self.shards = 1
         self.mesh: DeviceMesh | None = None  # None for one rank
 

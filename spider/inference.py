@@ -9,7 +9,7 @@ reads.
     Adaptation                 score a text while the model learns from it
     count_characters           count the characters of a text, for bits per character
 
-A text to score is a stream of ids: len(stream), and stream.read(start, stop) as a numpy array.
+A text to score is a stream of ids, as data.Stream reads them.
 """
 
 import codecs
@@ -23,7 +23,7 @@ from copy import deepcopy
 from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -52,6 +52,9 @@ from spider.scoring import Reading, Totals, score_batches, score_model
 from spider.state import load_optimizers
 from spider.vocabulary import BOS_ID, EOS_ID, IGNORED, PAD_ID
 from spider_model import Spider
+
+if TYPE_CHECKING:
+    from data import Stream
 
 # --------------------------------------------------------------------------------------------------
 # Loading. `saved` is the content of a checkpoint, as load_checkpoint returns it.
@@ -366,14 +369,6 @@ def interrupts_deferred() -> Iterator[list[int]]:
 # Scoring
 
 
-class TextStream(Protocol):
-    """The ids of a text, such as data.Stream."""
-
-    def __len__(self) -> int: ...
-
-    def read(self, start: int, stop: int, /) -> np.ndarray: ...
-
-
 class Span(NamedTuple):
     """A row of a text: the model reads ids start .. stop - 1, and predicts start + 1 .. stop."""
 
@@ -394,7 +389,7 @@ def half_overlapping(length: int, seq_len: int) -> Iterator[Span]:
 
 
 def read_rows(
-    stream: TextStream, spans: Sequence[Span], seq_len: int, special: bool
+    stream: "Stream", spans: Sequence[Span], seq_len: int, special: bool
 ) -> tuple[Tensor, Tensor]:
     """Read spans of at most seq_len ids; return ids and labels, int64 [spans, seq_len]. Shorter
     ones are padded. special: whether ids above 255, such as EOS, count."""
@@ -411,7 +406,7 @@ def read_rows(
     return torch.from_numpy(rows[:, :-1].copy()), torch.from_numpy(labels)
 
 
-def windows(stream: TextStream, seq_len: int, batch: int) -> Iterator[tuple[Tensor, Tensor]]:
+def windows(stream: "Stream", seq_len: int, batch: int) -> Iterator[tuple[Tensor, Tensor]]:
     """Cut a stream into batches of (ids, labels), int64 [n, seq_len], of windows that overlap by
     half. Every byte after the first id is a label once."""
     spans = half_overlapping(len(stream), seq_len)
@@ -425,7 +420,7 @@ def progress_bar(title: str, n_ids: int) -> ProgressBar | None:
 
 
 def score_windows(
-    model: Spider, stream: TextStream, seq_len: int, batch: int, n_loops: int
+    model: Spider, stream: "Stream", seq_len: int, batch: int, n_loops: int
 ) -> Totals:
     """Score the bytes of a stream by windows of at most seq_len bytes, `batch` at a time."""
     seq_len = min(seq_len, max(2, len(stream) - 1))
@@ -434,16 +429,9 @@ def score_windows(
         model,
         windows(stream, seq_len, batch),
         n_loops,
-        single_process(model.embed_tokens.device),
+        World({}, model.embed_tokens.device),
         progress_bar("evaluating", n_ids),
     )
-
-
-def single_process(device: torch.device) -> World:
-    """Return the world of a single process, even where torchrun's variables are set."""
-    world = World({})
-    world.join(device, shards=1, timeout=0)
-    return world
 
 
 def count_characters(pieces: Iterable[np.ndarray], special: bool) -> int:
@@ -517,7 +505,7 @@ class Adaptation:
         targets = (labels != IGNORED).sum()
         return Reading(nats.detach().double(), targets, out.segments)
 
-    def score(self, stream: TextStream, special: bool) -> Totals:
+    def score(self, stream: "Stream", special: bool) -> Totals:
         """Read a stream. special: whether ids above 255 count, too."""
 
         def rows() -> Iterator[tuple[Tensor, Tensor]]:
@@ -530,6 +518,6 @@ class Adaptation:
         return score_batches(
             rows(),
             self.learn,
-            single_process(self.model.embed_tokens.device),
+            World({}, self.model.embed_tokens.device),
             progress_bar("adapting", n_ids),
         )

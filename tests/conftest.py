@@ -162,9 +162,7 @@ def awake(config: SpiderConfig, seed: int = 0, dtype=torch.float32) -> Spider:
 
 def world_of(device: str = "cpu") -> World:
     """Return a world of one process on a device."""
-    world = World({})
-    world.device = torch.device(device)
-    return world
+    return World({}, device)
 
 
 def settled(*argv: str, device: str = "cpu", environ=None, **settings) -> Plan:
