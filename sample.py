@@ -60,7 +60,7 @@ from spider.common import (
     run_program,
     say,
 )
-from spider.config import MAX_LOOPS, SpiderConfig
+from spider.config import MAX_LOOPS
 
 # --------------------------------------------------------------------------------------------------
 # The command line
@@ -293,7 +293,7 @@ def talk(args: argparse.Namespace, name: str, model_class: type[Spider]):
         return
     print(
         one_line(
-            f"{path}, step {saved.get('step', 0)}. Type a line for the model to continue, an empty "
+            f"{path}, step {saved['step']}. Type a line for the model to continue, an empty "
             f"one for more. Ctrl-C stops it, Ctrl-D quits."
         )
     )
@@ -302,8 +302,7 @@ def talk(args: argparse.Namespace, name: str, model_class: type[Spider]):
 
 def loops_of(args: argparse.Namespace, saved: dict) -> list[int]:
     """Return the numbers of loops to run: those of --n_loops, or that of training."""
-    trained = saved.get("n_loops", SpiderConfig.from_saved(saved["cfg"]).n_loops)
-    return args.n_loops or [trained]
+    return args.n_loops or [saved["n_loops"]]
 
 
 # --------------------------------------------------------------------------------------------------

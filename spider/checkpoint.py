@@ -119,6 +119,8 @@ def load_checkpoint(path: Path, mapped: bool = False) -> dict:
             state = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
         check_recorded(path, state, required)
         check_tree(state, "state", set())
+        # a checkpoint of an early version has no other
+        state.setdefault("n_loops", SpiderConfig.from_saved(state["cfg"]).n_loops)
     return state
 
 

@@ -131,7 +131,7 @@ def model_settings(saved: dict, config: SpiderConfig, facts: dict) -> dict:
             "AutoModelForCausalLM": f"{ADAPTER}.SpiderForCausalLM",
         },
         "max_position_embeddings": saved["flags"].get("seq_len", 2048),
-        "n_loops": saved.get("n_loops", config.n_loops),
+        "n_loops": saved["n_loops"],
         "spider": asdict(config),
         "training": facts,
     }

@@ -138,8 +138,7 @@ def with_recipe(command: "CommandLine", recipe: "Recipe", origin: Origin) -> "Fl
     if "micro_batch" in given:  # then a step has --grad_accum of them
         defaults.pop("global_batch", None)
     if origin.state is not None:
-        recorded = origin.state.get("n_loops")
-        defaults["n_loops"] = recorded or SpiderConfig.from_saved(origin.state["cfg"]).n_loops
+        defaults["n_loops"] = origin.state["n_loops"]
     if origin.resumes and flags.minutes is not None:
         check_minutes(flags, origin.flags)
         for name in ("target_tokens", "eval_tokens"):  # --minutes chose them at the start

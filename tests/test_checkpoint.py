@@ -439,6 +439,13 @@ def test_harmless_change_is_loaded(tmp_path, trained_by, statement):
     assert optimizers.state_dict()["adamw8bit"]["param_groups"] == groups
 
 
+def test_checkpoint_without_loops_of_training_has_those_of_its_model(tmp_path, trained_by):
+    saved, model, _ = trained_by["muon"]
+    path = tmp_path / "a.pt"
+    torch.save({name: value for name, value in saved.items() if name != "n_loops"}, path)
+    assert load_checkpoint(path)["n_loops"] == model.config.n_loops
+
+
 def test_every_key_of_a_checkpoint_has_a_type(trained_by):
     saved, _, _ = trained_by["muon"]
     assert saved.keys() <= TYPES.keys()

@@ -32,7 +32,8 @@ TINY = SpiderConfig.preset("tiny")
 
 def origin(resumes=True, config=TINY, **state) -> Origin:
     """Return a checkpoint without weights."""
-    return Origin("run/spider-step5.pt", dict(cfg=asdict(config)) | state, resumes)
+    saved = dict(cfg=asdict(config), n_loops=config.n_loops) | state
+    return Origin("run/spider-step5.pt", saved, resumes)
 
 
 def command(text: str) -> CommandLine:
