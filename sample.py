@@ -223,7 +223,6 @@ from spider.export import write_export
 from spider.inference import (
     Adaptation,
     Sampler,
-    SampleSettings,
     best_of,
     complete,
     converse,
@@ -274,19 +273,7 @@ def talk(args: argparse.Namespace, name: str, model_class: type[Spider]):
         raise UsageError("--samples needs a --prompt: a dialogue has a single sample")
     device = resolve_device(args.device)
     path, saved = read_checkpoint(name, model_class)
-    settings = SampleSettings(
-        max_bytes=args.bytes,
-        temperature=args.temperature,
-        top_k=args.top_k,
-        top_p=args.top_p,
-        no_repeat_ngram_size=args.no_repeat_ngram_size,
-        samples=args.samples,
-        seed=args.seed,
-        raw=args.raw,
-        stop=args.stop,
-        no_echo=args.no_echo,
-    )
-    sampler = Sampler(decoder_of(saved, device, model_class), settings)
+    sampler = Sampler(decoder_of(saved, device, model_class), args)
     state = sampler.model.decoding_state(n_loops=loops_of(args, saved)[0])
     if prompt is not None:
         complete(sampler, state, prompt)

@@ -12,6 +12,7 @@ reads.
 A text to score is a stream of ids, as data.Stream reads them.
 """
 
+import argparse
 import codecs
 import math
 import os
@@ -20,7 +21,6 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from copy import deepcopy
-from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -157,29 +157,13 @@ def decoder_of(saved: dict, device: torch.device, model_class: type[Spider]) -> 
 # Continuing texts
 
 
-@dataclass(frozen=True)
-class SampleSettings:
-    """The settings of samples. See sample.py's flags of these names for more."""
-
-    max_bytes: int = 500  # --bytes
-    temperature: float = 0.8
-    top_k: int | None = None
-    top_p: float | None = None
-    no_repeat_ngram_size: int = 64  # 0: off
-    samples: int = 1
-    seed: int = 0
-    raw: bool = False
-    stop: Sequence[bytes] = ()
-    no_echo: bool = False
-
-
 class Sampler:
-    """A model that draws bytes with these settings, from one random generator."""
+    """A model that draws bytes by the flags of sample.py for talking, from one random generator."""
 
-    def __init__(self, model: Spider, settings: SampleSettings):
+    def __init__(self, model: Spider, flags: argparse.Namespace):
         self.model = model
-        self.settings = settings
-        self.generator = torch.Generator(model.embed_tokens.device).manual_seed(settings.seed)
+        self.flags = flags
+        self.generator = torch.Generator(model.embed_tokens.device).manual_seed(flags.seed)
 
     def read(self, state: DecodingState, ids: list[int]) -> Tensor:
         """Feed ids to a state with one row; return the logits of the next byte, [1, vocab_size]."""
@@ -192,15 +176,16 @@ class Sampler:
     def generate(self, logits: Tensor, state: DecodingState) -> Iterator[list[int | None]]:
         """Yield the next byte of each row, until the limit of --bytes. After a row's EOS its byte
         is None."""
+        flags = self.flags
         return self.model.generate_batch(
             logits,
             state,
-            self.settings.max_bytes,
-            temperature=self.settings.temperature,
-            top_k=self.settings.top_k,
-            top_p=self.settings.top_p,
+            flags.bytes,
+            temperature=flags.temperature,
+            top_k=flags.top_k,
+            top_p=flags.top_p,
             generator=self.generator,
-            no_repeat_ngram_size=self.settings.no_repeat_ngram_size,
+            no_repeat_ngram_size=flags.no_repeat_ngram_size,
         )
 
 
@@ -285,20 +270,20 @@ def write(
 def complete(sampler: Sampler, state: DecodingState, prompt: bytes):
     """Print samples that continue a prompt. They are generated as a batch. The first is printed
     while it is generated, the others after it."""
-    settings = sampler.settings
-    count = settings.samples
-    rows = [Continuation(settings.stop) for _ in range(count)]
+    flags = sampler.flags
+    count = flags.samples
+    rows = [Continuation(flags.stop) for _ in range(count)]
     logits = sampler.read(state, prompt_ids(prompt)).expand(count, -1)
     if count > 1:
         state = state.copy([0] * count)
-    echo = b"" if settings.no_echo else prompt
+    echo = b"" if flags.no_echo else prompt
     for number, row in enumerate(rows, 1):
         if count > 1:
             print(f"--- {number} of {count}", flush=True)
         pieces: Iterable[bytes] = [bytes(row.text)]
         if number == 1:
             pieces = write(sampler.generate(logits, state), rows)
-        print_bytes(chain([echo], pieces), settings.raw)
+        print_bytes(chain([echo], pieces), flags.raw)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -324,11 +309,11 @@ def converse(sampler: Sampler, state: DecodingState):
             ids = [*unread, ord("\n"), *typed]
         else:
             ids = [*unread, *typed]
-        row = Continuation(sampler.settings.stop)
+        row = Continuation(sampler.flags.stop)
         columns = sampler.generate(sampler.read(state, ids), state)
         with interrupts_deferred() as interrupts:
-            print_bytes(write(columns, [row], interrupts), sampler.settings.raw)
-        ended_early = len(row.written) < sampler.settings.max_bytes
+            print_bytes(write(columns, [row], interrupts), sampler.flags.raw)
+        ended_early = len(row.written) < sampler.flags.bytes
         wrote_eos = ended_early and not interrupts and not row.stopped
         if wrote_eos or not row.written:
             unread = [EOS_ID, BOS_ID]

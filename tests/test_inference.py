@@ -10,10 +10,11 @@ from dataclasses import asdict
 import pytest
 import torch
 
+import sample
 from conftest import awake, small_config
 from preparing import stream
 from spider.decode import forbid_repeats
-from spider.inference import Sampler, SampleSettings, converse, decoder_of, windows
+from spider.inference import Sampler, converse, decoder_of, windows
 from spider_model import Spider
 from tokenizer import BOS_ID, EOS_ID
 
@@ -42,10 +43,10 @@ def dialogue(monkeypatch, capsysbinary):
 
         monkeypatch.setattr(builtins, "input", type_line)
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO()))
-        settings = SampleSettings(
-            max_bytes=MAX_BYTES, temperature=0, no_repeat_ngram_size=0, raw=True, stop=stop
-        )
-        converse(Sampler(model, settings), model.decoding_state())
+        words = f"--bytes {MAX_BYTES} --temperature 0 --no_repeat_ngram_size 0 --raw"
+        flags = sample.parse_args(words.split())
+        flags.stop = stop
+        converse(Sampler(model, flags), model.decoding_state())
         return printed[1:]
 
     return hold
