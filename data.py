@@ -753,19 +753,7 @@ def extensions(text: str) -> tuple[str, ...]:
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = Parser(prog="data.py", description=__doc__)
     commands = parser.add_subparsers(required=True, dest="command", metavar="{prepare,verify,show}")
-    add_prepare_flags(commands.add_parser("prepare", help="make shards from text"))
-    verify_parser = commands.add_parser(
-        "verify", help="check shards: size and checksum by metadata.json, ids"
-    )
-    verify_parser.add_argument("directory", type=path_name, metavar="DIR")
-    add_show_flags(
-        commands.add_parser("show", help="print the sequences that a run reads, by number")
-    )
-    return parser.parse_args(argv)
-
-
-def add_prepare_flags(parser: argparse.ArgumentParser):
-    add = parser.add_argument
+    add = commands.add_parser("prepare", help="make shards from text").add_argument
     add(
         "inputs",
         nargs="+",
@@ -807,10 +795,12 @@ def add_prepare_flags(parser: argparse.ArgumentParser):
     )
     add("--strict", action="store_true", help="stop at the first bad record instead of skipping it")
     add("--shard_mb", type=real(1e-6, 1e9), default=256, metavar="MB", help="size of a shard")
-
-
-def add_show_flags(parser: argparse.ArgumentParser):
-    data = parser.add_mutually_exclusive_group(required=True)
+    verifying = commands.add_parser(
+        "verify", help="check shards: size and checksum by metadata.json, ids"
+    )
+    verifying.add_argument("directory", type=path_name, metavar="DIR")
+    showing = commands.add_parser("show", help="print the sequences that a run reads, by number")
+    data = showing.add_mutually_exclusive_group(required=True)
     data.add_argument(
         "directory",
         nargs="?",
@@ -819,11 +809,12 @@ def add_show_flags(parser: argparse.ArgumentParser):
         help="the run's --data_dir: a directory or a mixture",
     )
     data.add_argument("--mock_data", action="store_true", help="synthetic data instead of SPEC")
-    add = parser.add_argument
+    add = showing.add_argument
     add("--seq_len", type=integer(1), default=2048, metavar="BYTES", help="the run's --seq_len")
     add("--seed", type=integer(0), default=0, metavar="N", help="the run's --seed")
     add("--first", type=integer(0), default=0, metavar="G", help="number of the first sequence")
     add("--count", type=integer(1), default=1, metavar="N", help="sequences to print")
+    return parser.parse_args(argv)
 
 
 def run_command(args: argparse.Namespace):
