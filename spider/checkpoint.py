@@ -42,7 +42,6 @@ if TYPE_CHECKING:
     from spider.plan import Plan
 
 REQUIRED = {"model_state_dict", "optimizer_state_dict", "step", "cfg"}
-REQUIRED_OF_EXPORT = {"model_state_dict", "cfg"}
 WEIGHT_DTYPES = {torch.float64, torch.float32, torch.float16, torch.bfloat16}
 
 
@@ -108,16 +107,19 @@ def load_checkpoint(path: Path, mapped: bool = False) -> dict:
     mapped: leave the tensors in the file, and skip the checksums."""
     if not path.exists():
         raise CheckpointError(f"{path} does not exist")
-    required = REQUIRED
     with reading(path):
         if is_export(path):
-            required = REQUIRED_OF_EXPORT
             state = read_export(path)
         else:
             check_regular(path)
             check_archive(path, sums=not mapped)
             state = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
-        check_recorded(path, state, required)
+            missing = REQUIRED - (state.keys() if isinstance(state, dict) else set())
+            if missing:
+                raise CheckpointError(
+                    f"{path} is not a Spider checkpoint: it lacks {', '.join(sorted(missing))}"
+                )
+        check_recorded(state)
         check_tree(state, "state", set())
         # a checkpoint of an early version has no other
         state.setdefault("n_loops", SpiderConfig.from_saved(state["cfg"]).n_loops)
@@ -152,16 +154,9 @@ RANGES = {  # where a number must not be just any from 0 on
 }
 
 
-def check_recorded(path: Path, state: object, required: set[str]):
-    """Raise CheckpointError unless a state has the required keys, a valid `cfg`, and values of the
-    TYPES. Its tensors are not looked at."""
-    if not isinstance(state, dict):
-        state = {}
-    missing = required - state.keys()
-    if missing:
-        raise CheckpointError(
-            f"{path} is not a Spider checkpoint: it lacks {', '.join(sorted(missing))}"
-        )
+def check_recorded(state: dict):
+    """Raise ValueError unless a state has a valid `cfg`, and values of the TYPES. Its tensors are
+    not looked at."""
     check_types(state)
     check_types(state.get("flags", {}))
     if state.get("recipe", "1b") not in PRESETS:
