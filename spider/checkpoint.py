@@ -30,12 +30,12 @@ from loguru import logger
 from torch import Tensor, nn
 
 from spider import common
-from spider.common import CheckpointError, UsageError, flag_specs
+from spider.common import LARGEST, CheckpointError, UsageError, flag_specs
 from spider.config import MAX_LOOPS, PRESETS, SpiderConfig
 from spider.distributed import World
 from spider.optim import Optimizers
 from spider.run import RunProgress
-from spider.state import MOST, check_tree, copy_to_host, kind_of, load_model
+from spider.state import check_tree, copy_to_host, kind_of, load_model
 
 if TYPE_CHECKING:
     from data import Loader
@@ -147,10 +147,10 @@ TYPES = get_type_hints(RunProgress) | dict(
 )
 RANGES = {  # where a number must not be just any from 0 on
     "n_loops": (1, MAX_LOOPS),
-    "targets": (0, MOST),
+    "targets": (0, LARGEST),
     "seq_len": (2, 1 << 24),
-    "eval_tokens": (1, MOST),
-    "target_tokens": (1, MOST),
+    "eval_tokens": (1, LARGEST),
+    "target_tokens": (1, LARGEST),
 }
 
 

@@ -475,7 +475,8 @@ def read_toml(parser: Parser, path: str) -> dict[str, Any]:
     return values
 
 
-LARGEST = (1 << 62) - 1  # whole number of a flag: two of them add up within 64 bits
+# whole number of a flag or in a checkpoint: two of them add up within 64 bits
+LARGEST = (1 << 62) - 1
 
 
 def integer(low: int, high: int = LARGEST) -> Callable:

@@ -26,12 +26,11 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_with_path
 
 from spider import machine
-from spider.common import CheckpointError
+from spider.common import LARGEST, CheckpointError
 from spider.distributed import Sharded, ShardedParameter, Sharding, World, sharding_of
 
 SCALE_BLOCK = 256  # numbers that share a scale in 8-bit AdamW
 NESTED = "__bnb_optimizer_quant_state__"  # where bitsandbytes puts the tensors of a parameter
-MOST = (1 << 62) - 1  # the largest whole number: no sum of two overflows 64 bits
 MOST_STEPS = 1 << 31  # the kernel of 8-bit AdamW counts them in 32 bits
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -236,7 +235,7 @@ def gather_model(model: Model) -> Model | None:
 
 def check_tree(tree: Mapping[object, object], name: str, seen: set[int]):
     """Raise ValueError unless arithmetic, kernels and collectives can rely on the values in nested
-    dicts: whole numbers are not above MOST, tensors are what their shapes say, and no dict occurs
+    dicts: whole numbers are at most LARGEST, tensors are what their shapes say, and no dict occurs
     twice, so that their number is bounded. Of optimizers each tensor is also the only one in its
     memory, since kernels write there, and a step is one that a run reaches.
 
@@ -250,7 +249,7 @@ def check_tree(tree: Mapping[object, object], name: str, seen: set[int]):
             raise ValueError(f"{name} has a key that is no text")
         if isinstance(value, dict):
             check_tree(value, f"{name}.{key}", seen)
-        elif isinstance(value, int) and abs(value) > MOST:
+        elif isinstance(value, int) and abs(value) > LARGEST:
             raise ValueError(f"{name}.{key} is too large")
         elif isinstance(value, Tensor) and not is_plain(value):
             raise ValueError(
