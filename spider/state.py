@@ -88,7 +88,6 @@ class ShardedRows:
 
     local: Tensor
     bounds: list[int]  # first row of each shard, and the number of rows
-    rank: int
 
     def gather(self, earlier: object) -> Tensor | None:
         """Return all rows in host memory on rank 0, and None on the others. Every rank calls this;
@@ -96,8 +95,9 @@ class ShardedRows:
 
         earlier: a tensor to overwrite, if it fits."""
         shards = len(self.bounds) - 1
-        if self.rank != 0:
-            if self.rank < shards and self.local.numel():
+        rank = dist.get_rank()
+        if rank != 0:
+            if rank < shards and self.local.numel():
                 exchange(dist.isend, self.local.detach().contiguous(), 0)
             return None
         rows = host_buffer((self.bounds[-1], *self.local.shape[1:]), self.local, earlier)
@@ -163,10 +163,8 @@ def copy_to_host(value: Any, earlier: Any, keeps: bool) -> Any:
 def model_state(model: nn.Module) -> dict[str, Any]:
     """Return weights and buffers by name; sharded ones as ShardedRows."""
     weights: dict[str, Any] = model.state_dict()
-    sharding = sharding_of(model)
-    if isinstance(sharding, Sharded):
-        for param in sharding.params:
-            weights[param.name] = ShardedRows(param.local, param.bounds, sharding.world.rank)
+    for param in sharding_of(model).params:
+        weights[param.name] = ShardedRows(param.local, param.bounds)
     return weights
 
 
@@ -175,10 +173,9 @@ def optimizer_states(sharding: Sharding, optimizers: Mapping[str, Optimizer]) ->
     states = {name: optimizer.state_dict() for name, optimizer in optimizers.items()}
     if not isinstance(sharding, Sharded):
         return states
-    rank = sharding.world.rank
 
     def as_rows(value: Any, bounds: list[int] | None) -> Any:
-        return value if bounds is None else ShardedRows(value, bounds, rank)
+        return value if bounds is None else ShardedRows(value, bounds)
 
     return change_states(sharding, optimizers, states, as_rows)
 
