@@ -40,9 +40,9 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 from spider.common import (
     DataError,
@@ -336,27 +336,11 @@ def read_ids(name: str, field: str) -> Stream:
     return Stream([Shard(name, ids)])
 
 
-@dataclass(frozen=True)
-class Figure:
-    """The score of one checkpoint on one text with one number of loops: an entry of --json. In a
-    prepared directory, BOS and EOS count as bytes and as characters."""
-
-    checkpoint: str
-    file: str
-    n_loops: int
-    bytes: int  # that were predicted
-    characters: int  # in these bytes
-    bits_per_byte: float
-    bits_per_character: float
-    seq_len: int | None  # bytes of a window; None with --adapt
-    precision: str
-    adapt: bool
-
-
 def figures_of(
     args: argparse.Namespace, names: list[str], texts: dict[str, Text], model_class: type[Spider]
-) -> Iterator[Figure]:
-    """Yield the figure of each checkpoint, text and number of loops. Raise DataError for a text
+) -> Iterator[dict[str, Any]]:
+    """Yield the figures of each checkpoint, text and number of loops, as an entry of --json. In a
+    prepared directory, BOS and EOS count as bytes and as characters. Raise DataError for a text
     without a byte to predict, and FloatingPointError for a loss that is not finite."""
     device = resolve_device(args.device)
     if device.type == "cpu":
@@ -367,43 +351,38 @@ def figures_of(
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     for name in names:
         path, saved = read_checkpoint(name, model_class)
+        seq_len = args.seq_len or saved.get("flags", {}).get("seq_len", 2048)  # bytes of a window
         model: Spider | None = None
         for file, n_loops in product(texts, loops_of(args, saved)):
             if model is None or args.adapt:  # which has changed the weights
                 model = None  # freed before the next one is built
                 model = model_of(saved, device, dtype, model_class)
-            score, characters = score_text(args, model, saved, texts[file], n_loops)
+            score, characters = score_text(args, model, saved, texts[file], seq_len, n_loops)
             if not score.targets:
                 raise DataError(f"{file}: no byte to predict")
             if not math.isfinite(score.loss):
                 raise FloatingPointError(
                     f"{path}: the loss is not a finite number: its weights are ruined"
                 )
-            yield Figure(
+            yield dict(
                 checkpoint=str(path),
                 file=file,
                 n_loops=n_loops,
-                bytes=score.targets,
-                characters=characters,
+                bytes=score.targets,  # that were predicted
+                characters=characters,  # in these bytes
                 bits_per_byte=score.bits_per_byte,
                 bits_per_character=score.bits_per_byte * score.targets / characters,
-                seq_len=None if args.adapt else seq_len_of(args, saved),
+                seq_len=None if args.adapt else seq_len,
                 precision=precision,
                 adapt=args.adapt,
             )
 
 
-def seq_len_of(args: argparse.Namespace, saved: dict) -> int:
-    """Return the bytes per window: those of --seq_len, or those of training."""
-    return args.seq_len or saved.get("flags", {}).get("seq_len", 2048)
-
-
 def score_text(
-    args: argparse.Namespace, model: Spider, saved: dict, text: Text, n_loops: int
+    args: argparse.Namespace, model: Spider, saved: dict, text: Text, seq_len: int, n_loops: int
 ) -> tuple[Totals, int]:
     """Score the bytes of a file, or the validation rows of a prepared directory as the trainer
     evaluates them. Return the number of their characters, too."""
-    seq_len = seq_len_of(args, saved)
     batch = args.batch or max(1, EVAL_BYTES // seq_len)
     eval_tokens = saved.get("flags", {}).get("eval_tokens", 1 << 20)
     stream = text if isinstance(text, Stream) else text.val.slice(0, eval_tokens + 1)
@@ -426,7 +405,7 @@ def evaluate_texts(args: argparse.Namespace, names: list[str], model_class: type
     --json. After an error, what was measured before it is printed."""
     with durable(Path(args.json)) if args.json else nullcontext() as out:
         texts = {name: open_text(name, args.field) for name in args.eval}  # errors come early
-        figures: list[Figure] = []
+        figures: list[dict[str, Any]] = []
         try:
             for figure in figures_of(args, names, texts, model_class):
                 figures.append(figure)  # noqa: PERF402 one at a time
@@ -434,21 +413,20 @@ def evaluate_texts(args: argparse.Namespace, names: list[str], model_class: type
             if figures:
                 print_table(figures)
         if out is not None:
-            entries = [asdict(figure) for figure in figures]
-            out.write(json.dumps(entries, indent=1, allow_nan=False) + "\n")
+            out.write(json.dumps(figures, indent=1, allow_nan=False) + "\n")
 
 
-def print_table(figures: list[Figure]):
-    """Print a row per figure. Where characters are not bytes, their columns follow."""
+def print_table(figures: list[dict[str, Any]]):
+    """Print a row per entry. Where characters are not bytes, their columns follow."""
     lines = [["checkpoint", "file", "n_loops", "bytes", "bits/byte"]]
-    with_characters = any(figure.characters != figure.bytes for figure in figures)
+    with_characters = any(entry["characters"] != entry["bytes"] for entry in figures)
     if with_characters:
         lines[0] += ["characters", "bits/character"]
-    for figure in figures:
-        line = [one_line(figure.checkpoint), one_line(figure.file), str(figure.n_loops)]
-        line += [f"{figure.bytes:,}", f"{figure.bits_per_byte:.4f}"]
+    for entry in figures:
+        line = [one_line(entry["checkpoint"]), one_line(entry["file"]), str(entry["n_loops"])]
+        line += [f"{entry['bytes']:,}", f"{entry['bits_per_byte']:.4f}"]
         if with_characters:
-            line += [f"{figure.characters:,}", f"{figure.bits_per_character:.4f}"]
+            line += [f"{entry['characters']:,}", f"{entry['bits_per_character']:.4f}"]
         lines.append(line)
     widths = [len(max(column, key=len)) for column in zip(*lines, strict=True)]
     for line in lines:
