@@ -184,9 +184,7 @@ def check_operations(
     load_E = _count_slots(counted_NK, experts) * (experts / (tokens * k))
     yield Check("aux_fi", operations().aux_fi(counted_NK, experts, k), load_E, 1e-5)
 
-    rows = assign_rows(topk_idx_NK, experts, "tile")
-    assert rows is not None
-    row_NK, expert_P, expert_end_E = rows
+    row_NK, expert_P, expert_end_E = assign_rows(topk_idx_NK, experts, "tile")
     # an expert's slots may have any order
     expert_NK = torch.bucketize(row_NK, expert_end_E, right=True)
     yield Check("get_fused_mapping", expert_NK, topk_idx_NK)
@@ -269,13 +267,11 @@ class ExpertRows(NamedTuple):
     expert_end_E: Tensor  # int32, the row after each expert's last one
 
 
-def assign_rows(topk_idx_NK: Tensor, n_experts: int, backend: str) -> ExpertRows | None:
-    """Sort slots by expert; return None for `loop`, which does not sort.
+def assign_rows(topk_idx_NK: Tensor, n_experts: int, backend: str) -> ExpertRows:
+    """Sort slots by expert.
 
     Every expert gets rows, if only as padding with weight 0: on sm_100 grouped_mm leaves the weight
     gradient of a group without rows uninitialized (pytorch issue 172439)."""
-    if backend == "loop":
-        return None
     if backend == "tile":
         return _rows_by_tile_kernels(topk_idx_NK, n_experts)
     return _rows_by_counting(topk_idx_NK, n_experts)
@@ -591,7 +587,6 @@ def moe_forward(
         product = PRODUCTS[backend]
     if expert_rows is None:
         expert_rows = assign_rows(topk_idx_NK, len(w_down_EFD), backend)
-    assert expert_rows is not None  # only `loop` has none
     row_NK, source_P, expert_end_E = expert_rows
     tile = backend == "tile"
 
@@ -715,7 +710,7 @@ class MoE(nn.Module):
             None if decided is None else decided.topk_idx,
         )
         rows = None if decided is None else decided.rows
-        if rows is None and torch.is_grad_enabled():
+        if rows is None and torch.is_grad_enabled() and self.backend != "loop":
             rows = assign_rows(topk_idx_NK, len(self.expert_bias), self.backend)
         w_gate_up_EDG, w_down_EFD = self.weights(x_ND.dtype) if self.cast is None else self.cast
         y_ND = moe_forward(
