@@ -27,7 +27,7 @@ import resource
 import sys
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -652,8 +652,6 @@ class Feed:
     """Give a rank's batches step by step, on its device. Meanwhile a thread fetches those of the
     next step."""
 
-    fetched: Future[list[Batch]]  # the batches that `take` returns next
-
     def __init__(
         self,
         loader: Loader,
@@ -668,20 +666,19 @@ class Feed:
         self.layout = layout
         self.rank = rank
         self.device = device
+        self.step = step
+        self.first = first
         # No daemon thread: at the end of the process it would abort inside of torch.
         self.thread = ThreadPoolExecutor(1)
-        self._start_fetching(step, first)
+        self.fetched = self.thread.submit(self._fetch)  # the batches that `take` returns next
 
     def take(self) -> list[Batch]:
         """Return the batches of the next step, and start to fetch those of the step after it."""
         batches = self.fetched.result()
-        self._start_fetching(self.step + 1, self.first + self.layout.sequences)
-        return batches
-
-    def _start_fetching(self, step: int, first: int):
-        self.step = step
-        self.first = first
+        self.step += 1
+        self.first += self.layout.sequences
         self.fetched = self.thread.submit(self._fetch)
+        return batches
 
     def _fetch(self) -> list[Batch]:
         batches = self.loader.batches(self.step, self.first, self.layout, self.rank)
