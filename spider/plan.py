@@ -6,7 +6,7 @@ Then come what --minutes chooses, warnings of a horizon that does not suit, and 
 
 import math
 from collections.abc import Callable, Mapping, Sequence, Set
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -191,10 +191,11 @@ def check_same_model(
     saved: SpiderConfig, asked: SpiderConfig, path: Path | None, model_class: type[Spider]
 ):
     """Raise CheckpointError if a config asks for other weights than a checkpoint's."""
+    before = vars(saved)
     changes = [
-        f"{one.name} is {getattr(saved, one.name)}, not {getattr(asked, one.name)}"
-        for one in fields(asked)
-        if one.name != "n_loops" and getattr(saved, one.name) != getattr(asked, one.name)
+        f"{name} is {before[name]}, not {value}"
+        for name, value in vars(asked).items()
+        if name != "n_loops" and before[name] != value
     ]
     if not changes:
         return
