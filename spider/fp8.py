@@ -17,13 +17,16 @@ core.out_proj, have dynamic scales. docs/results/performance.md has the loss wit
 import math
 from dataclasses import replace
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, TypeGuard
 
 import torch
 from torch import Tensor, nn
 
 from spider.layers import Linear
 from spider.machine import quiet
+
+if TYPE_CHECKING:
+    from spider_model import Spider
 
 # Modules with one of these in their name stay in high precision.
 NEVER_FP8 = (
@@ -44,7 +47,7 @@ NEVER_FP8 = (
 GRAD_SCALE = 256
 
 
-def takes_fp8(module: nn.Module, name: str) -> bool:
+def takes_fp8(module: nn.Module, name: str) -> TypeGuard[nn.Linear]:
     """Return whether --precision fp8 converts the module of this name."""
     return isinstance(module, nn.Linear) and not any(word in name for word in NEVER_FP8)
 
@@ -80,7 +83,7 @@ def convert_to_fp8(model: nn.Module, device: torch.device, experts: bool, step_b
     input_scales = {
         name: input_scale(module)
         for name, module in model.named_modules()
-        if isinstance(module, nn.Linear) and takes_fp8(module, name)
+        if takes_fp8(module, name)
     }
     # the scale of outputs' gradients, a power of two
     grad_scale = on_device(2.0 ** round(math.log2(GRAD_SCALE * step_bytes)))
@@ -190,7 +193,7 @@ def fp8_linear_class() -> type[nn.Module]:
     return FP8Linear
 
 
-def describe_fp8(model: nn.Module, experts: bool) -> str:
+def describe_fp8(model: "Spider", experts: bool) -> str:
     """Describe in one line which Linears FP8 converts. Call it before the conversion."""
     linears = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear)}
     kept = [name for name, linear in linears.items() if not takes_fp8(linear, name)]
@@ -199,8 +202,7 @@ def describe_fp8(model: nn.Module, experts: bool) -> str:
         f"FP8 converts {len(linears) - len(kept)} of {len(linears)} Linears; kept in high "
         f"precision: {', '.join(words)}"
     )
-    config: Any = model.config
-    if not config.has_experts:
+    if not model.config.has_experts:
         return line
     if experts:
         return f"{line}; routed experts in FP8 with row and column scales"

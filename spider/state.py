@@ -16,7 +16,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -29,11 +29,12 @@ from spider import machine
 from spider.common import LARGEST, CheckpointError
 from spider.distributed import Sharded, ShardedParameter, Sharding, World, sharding_of
 
+if TYPE_CHECKING:
+    from spider_model import Spider
+
 SCALE_BLOCK = 256  # numbers that share a scale in 8-bit AdamW
 NESTED = "__bnb_optimizer_quant_state__"  # where bitsandbytes puts the tensors of a parameter
 MOST_STEPS = 1 << 31  # the kernel of 8-bit AdamW counts them in 32 bits
-
-Model = TypeVar("Model", bound=nn.Module)
 
 # --------------------------------------------------------------------------------------------------
 # What the optimizers keep of a parameter
@@ -205,7 +206,7 @@ def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
-def gather_model(model: Model) -> Model | None:
+def gather_model(model: "Spider") -> "Spider | None":
     """Return a whole model on rank 0, for sampling, and None on the other ranks. A model that is
     not sharded is returned itself."""
     sharding = sharding_of(model)
@@ -215,14 +216,13 @@ def gather_model(model: Model) -> Model | None:
     weights = copy_to_host(model_state(model), None, world.is_rank0)
     if not world.is_rank0:
         return None
-    spider: Any = model  # this package does not import spider_model.Spider
     with torch.device("meta"):
-        whole = type(spider)(spider.config)
+        whole = type(model)(model.config)
     whole.to_empty(device=world.device)
     whole.init_weights()  # also sets hash constants, which no state holds
     whole.load_state_dict(weights)
-    whole.compute_dtype = spider.compute_dtype
-    whole.set_backend(spider.backend)
+    whole.compute_dtype = model.compute_dtype
+    whole.set_backend(model.backend)
     return whole
 
 
