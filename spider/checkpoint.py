@@ -570,16 +570,14 @@ class CheckpointWriter:
         others = [one for one in self.saved if one.step != newest.step]
         self.saved = retained([*others, newest], self.keep_last, self.keep_best)
         for one in others:
-            if one not in self.saved:
-                delete(one.path)
-
-
-def delete(path: Path):
-    """Delete an old checkpoint; where that is not possible, log it, since training can go on."""
-    try:
-        path.unlink(missing_ok=True)
-    except OSError as fault:  # immutable, of another owner, a file system's fault
-        logger.warning(f"{path} is no longer needed, but cannot be deleted: {fault.strerror}")
+            if one in self.saved:
+                continue
+            try:
+                one.path.unlink(missing_ok=True)
+            except OSError as fault:  # immutable, of another owner, a file system's fault
+                logger.warning(
+                    f"{one.path} is no longer needed, but cannot be deleted: {fault.strerror}"
+                )
 
 
 # --------------------------------------------------------------------------------------------------

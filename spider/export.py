@@ -154,7 +154,9 @@ def facts_of(path: Path, saved: dict) -> dict:
     facts = {name: saved[name] for name in ("step", "bytes_seen", "recipe") if name in saved}
     flags = dict(saved["flags"])
     if "data_dir" in flags:
-        flags["data_dir"] = without_paths(flags["data_dir"])
+        # the names of directories alone: paths are private
+        sources = flags["data_dir"].rstrip("/").split(",")
+        flags["data_dir"] = ",".join(source.rpartition("/")[2] for source in sources)
     facts["flags"] = flags
     for line in read_lines(path.parent / "metrics.jsonl"):  # the last evaluation counts
         if line["step"] <= saved["step"] and line.get("val_bpb") is not None:
@@ -164,12 +166,6 @@ def facts_of(path: Path, saved: dict) -> dict:
     if math.isfinite(best_loss):
         facts["best_val_bpb"] = best_loss / math.log(2)
     return facts
-
-
-def without_paths(data_dir: str) -> str:
-    """Return the names alone of --data_dir's directories: paths are private."""
-    names = [part.rpartition("/")[2] for part in data_dir.rstrip("/").split(",")]
-    return ",".join(names)
 
 
 # The facts are inserted as JSON alone, since names and flags are text that others wrote.

@@ -316,7 +316,8 @@ def prepare(arguments: Sequence[str], out: Path, documents: Documents, shard_ids
         inputs += documents.find(argument)
     out.mkdir(parents=True, exist_ok=True)
     with locked(out):
-        refuse_existing_shards(out)
+        if (out / METADATA).exists() or any(out.rglob("*.bin")):
+            raise DataError(f"{out}: has shards already: use another --out, or delete it")
         delete_files(out)
         try:
             with naming(out):
@@ -347,12 +348,6 @@ def prepare(arguments: Sequence[str], out: Path, documents: Documents, shard_ids
 def temporary_path(out: Path, name: str) -> Path:
     """Return the path of a shard until all shards are complete."""
     return out / f".{name}.tmp"
-
-
-def refuse_existing_shards(out: Path):
-    """Raise DataError if a directory has shards or a metadata.json."""
-    if (out / METADATA).exists() or any(out.rglob("*.bin")):
-        raise DataError(f"{out}: has shards already: use another --out, or delete it")
 
 
 def delete_files(out: Path):
