@@ -255,7 +255,10 @@ class Sharding:
     def parameters(self, model: nn.Module) -> dict[str, nn.Parameter]:
         """Return the parameters for the optimizers by name; for a sharded model, this rank's
         rows."""
-        return dict(model.named_parameters())
+        params = dict(model.named_parameters())
+        for param in self.params:
+            params[param.name] = param.local
+        return params
 
     def backward(self, model: Any, loss: Tensor, last: bool):
         """Run the backward pass of a micro-step. `loss`: this rank's term of the sum over ranks;
@@ -295,12 +298,6 @@ class Sharded(Sharding):
         self.ranks = world.ranks
         self.params = params
         self.replicated = replicated
-
-    def parameters(self, model: nn.Module) -> dict[str, nn.Parameter]:
-        params = dict(model.named_parameters())
-        for param in self.params:
-            params[param.name] = param.local
-        return params
 
     def backward(self, model: Any, loss: Tensor, last: bool):
         model.set_requires_gradient_sync(last)
