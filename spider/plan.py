@@ -20,7 +20,6 @@ from spider.config import SpiderConfig
 from spider.distributed import World
 from spider.flash_attention import choose_flash_attention
 from spider.fp8 import describe_fp8
-from spider.memory import EngramTable
 from spider.optim import ENGRAM_TABLES, kinds_of
 from spider.run import RunProgress
 from spider.vocabulary import VOCAB_SIZE
@@ -217,7 +216,7 @@ def shapes(config: SpiderConfig, model_class: type[Spider]) -> dict[str, tuple[i
 
 def with_tables(flags: "Flags", given: Set[str], model: Spider) -> "Flags":
     """Switch --engram_reset off for a model without Engram tables; UsageError if it is given."""
-    if any(isinstance(module, EngramTable) for module in model.modules()):
+    if estimate.tables_of(model):
         return flags
     if flags.engram_reset and "engram_reset" in given:
         raise UsageError("--engram_reset: this model has no Engram tables")
@@ -291,8 +290,8 @@ def with_horizon(flags: "Flags", given: Set[str], recipe: "Recipe", model: Spide
     }
     flags = replace(flags, **derived)
     if not flags.eval_every:
-        for name, used in (("keep_best", flags.keep_best), ("patience", flags.patience)):
-            if used:
+        for name in ("keep_best", "patience"):
+            if getattr(flags, name):
                 raise UsageError(
                     f"--{name} needs the validation loss, but --eval_every 0 disables evaluation"
                 )
