@@ -43,17 +43,17 @@ MOST_STEPS = 1 << 31  # the kernel of 8-bit AdamW counts them in 32 bits
 def kinds_of_state(
     optimizer: str, dtype: torch.dtype, shape: tuple[int, ...]
 ) -> list[dict[str, object]]:
-    """Return the states that an optimizer may have of a parameter: by key, what `kind_of` returns
-    for the value. It has none before its first step."""
+    """Return the states that an optimizer may have of a parameter after its first step: by key,
+    what `kind_of` returns for the value."""
     like_parameter = dtype, shape
     match optimizer:
         case "muon":
-            return [{}, dict(momentum_buffer=like_parameter)]
+            return [dict(momentum_buffer=like_parameter)]
         case "engram":
-            return [{}, dict(sum=(dtype, shape[:1]))]
+            return [dict(sum=(dtype, shape[:1]))]
         case "adamw":
             step = torch.float32, ()
-            return [{}, dict(step=step, exp_avg=like_parameter, exp_avg_sq=like_parameter)]
+            return [dict(step=step, exp_avg=like_parameter, exp_avg_sq=like_parameter)]
     assert optimizer == "adamw8bit", optimizer
     floats = torch.float32, shape
     small = dict(state1=floats, state2=floats)
@@ -63,7 +63,7 @@ def kinds_of_state(
     large = dict(
         state1=quantized, state2=quantized, qmap1=table, qmap2=table, absmax1=scales, absmax2=scales
     )
-    return [{}, {"step": int, NESTED: small}, {"step": int, NESTED: large}]
+    return [{"step": int, NESTED: small}, {"step": int, NESTED: large}]
 
 
 def row_bounds(param: ShardedParameter | None, key: str) -> list[int] | None:
@@ -318,7 +318,7 @@ def check_fits(
                     raise ValueError(f"it has an unknown parameter {i!r}")
                 shape = whole_shapes.get(params[i], tuple(params[i].shape))
                 kinds = kind_of(values)
-                if kinds not in kinds_of_state(name, params[i].dtype, shape):
+                if kinds and kinds not in kinds_of_state(name, params[i].dtype, shape):
                     raise ValueError(f"for a parameter {list(shape)} it has {kinds}"[:200])
     except Exception as fault:  # whatever a foreign state provokes
         reason = str(fault).partition("\n")[0]
