@@ -335,7 +335,6 @@ class SpiderForCausalLM(PreTrainedModel, GenerationMixin):
             check_ids("labels", labels, *input_ids.shape)
         if n_loops is None:
             n_loops = self.config.n_loops
-        output: SpiderCausalLMOutput
         if cache is not None or use_cache:
             if labels is not None:
                 raise ValueError("labels: the loss needs a full pass, without cache and use_cache")
@@ -505,7 +504,6 @@ class SpiderTokenizer(PreTrainedTokenizer):
             "pad_token": SPECIAL[PAD_ID],
             "bos_token": SPECIAL[BOS_ID],
             "eos_token": SPECIAL[EOS_ID],
-            "padding_side": "left",
         }
         super().__init__(errors=errors, **(settings | others))
 
