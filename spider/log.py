@@ -173,7 +173,14 @@ class StepLog:
         if overdue or at_an_end or step % self.every == 0:
             self.logged = now
             pace = (now - self.began) / (step - self.first_step + 1)  # evaluations and all
-            logger.info(self.line((self.last_step - step) * pace))
+            metrics = progress.metrics
+            assert metrics is not None
+            values = metrics | dict(
+                bpb=metrics["loss"] / math.log(2),
+                eta=estimate.describe_duration((self.last_step - step) * pace),
+            )
+            cells = [cell.format(**values) for cell in self.columns]
+            logger.info(" | ".join((f"step {step}/{self.last_step}", *cells)))
         if events.begins_epoch:
             line = f"step {step} begins epoch {progress.epoch} (counted from 0)"
             if events.cleared:
@@ -184,16 +191,6 @@ class StepLog:
             logger.info(line)
         if progress.skipped or events.spike:
             logger.warning(odd_step_line(progress, self.plan))
-
-    def line(self, seconds_left: float) -> str:
-        """Format the last step's metrics."""
-        metrics = self.progress.metrics
-        assert metrics is not None
-        values = metrics | dict(
-            bpb=metrics["loss"] / math.log(2), eta=estimate.describe_duration(seconds_left)
-        )
-        cells = [cell.format(**values) for cell in self.columns]
-        return " | ".join((f"step {metrics['step']}/{self.last_step}", *cells))
 
     def seconds(self) -> float:
         """Return the duration of the run so far."""
