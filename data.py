@@ -94,13 +94,9 @@ class Stream:
     def __len__(self) -> int:
         return self.starts[-1]
 
-    def _shard_at(self, index: int) -> int:
-        """Return the number of the shard that has the id at `index`."""
-        return bisect_right(self.starts, index) - 1
-
     def read(self, start: int, stop: int) -> np.ndarray:
         """Return ids start .. stop - 1, uint16. It is a view if they are all in one shard."""
-        number = self._shard_at(start)
+        number = bisect_right(self.starts, start) - 1
         shard_start = self.starts[number]
         if stop <= self.starts[number + 1]:
             return self.shards[number].ids[start - shard_start : stop - shard_start]
@@ -118,7 +114,7 @@ class Stream:
 
     def where(self, index: int) -> str:
         """Return the file and byte offset of an id."""
-        number = self._shard_at(index)
+        number = bisect_right(self.starts, index) - 1
         shard = self.shards[number]
         index_in_file = shard.first + index - self.starts[number]
         return f"{shard.path}: byte offset {ID_BYTES * index_in_file}"

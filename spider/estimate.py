@@ -115,11 +115,6 @@ def layer_kept(c: SpiderConfig, size: int) -> int:
     return size * (4 * c.hidden_size + low_rank + heads) + 4 * fp32
 
 
-def block_kept(c: SpiderConfig, size: int) -> int:
-    """Count the bytes per row that a byte layer saves: also gate, up, SiLU and product."""
-    return layer_kept(c, size) + size * 4 * c.intermediate_size
-
-
 def routing_kept(c: SpiderConfig) -> int:
     """Count the bytes per segment that a visit's routing saves: scores and probabilities in
     fp32; of each expert its number, its row and the row's segment in int64."""
@@ -191,7 +186,8 @@ def activations(c: SpiderConfig, step: MicroStep) -> float:
     """
     size = step.size
     layers = c.n_prelude_layers + c.n_coda_layers
-    block = block_kept(c, size)
+    # a byte layer also saves gate, up, SiLU and product
+    block = layer_kept(c, size) + size * 4 * c.intermediate_size
     kept = others_kept(c, size)
     if step.dropout:
         kept += 2 * c.hidden_size

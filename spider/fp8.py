@@ -98,7 +98,10 @@ def convert_to_fp8(model: nn.Module, device: torch.device, experts: bool, step_b
         if isinstance(module, Float8Linear):
             scale = input_scales[name]
             module.__class__ = fp8_linear
-            module.build_mm_configs()
+            # torchao's settings of the three products, for row counts that are multiples of 16 and
+            # for others; not in forward: Dynamo of torch 2.11 cannot construct them inside a graph
+            module.mm_config_aligned = module.mm_config(rows=16)
+            module.mm_config_ragged = module.mm_config(rows=1)
             # attributes, not buffers, which would leave fp32 with the model
             module.scale_of_input = None if scale is None else on_device(scale)
             module.scale_of_grad = grad_scale
@@ -144,13 +147,6 @@ def fp8_linear_class() -> type[nn.Module]:
         cast = None  # see layers.Linear
         scale_of_input: Tensor | None  # fp32, no dimensions; None: dynamic
         scale_of_grad: Tensor
-
-        def build_mm_configs(self):
-            """Build torchao's settings of the three products, for row counts that are multiples of
-            16 and for others. Not in forward: Dynamo of torch 2.11 cannot construct them inside a
-            graph."""
-            self.mm_config_aligned = self.mm_config(rows=16)
-            self.mm_config_ragged = self.mm_config(rows=1)
 
         def mm_config(self, rows: int):
             """Pad only inner dimensions that are not multiples of 16: torchao copies a tensor even
