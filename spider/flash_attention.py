@@ -9,7 +9,6 @@ windows, and varlen_attn always gives it one.
 import importlib.util
 from collections.abc import Iterator
 from itertools import chain
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -21,16 +20,12 @@ from spider.kernel_checks import Check, find_wrong, first_error, value_and_gradi
 TOLERANCE = 0.02  # error of values and gradients in bf16, relative to their norm
 
 
-class Implementation(NamedTuple):
-    name: str  # torch's
-    module: str  # that torch imports
-    capabilities: tuple[int, ...]  # major ones of the GPUs that it supports
-
-
-IMPLEMENTATIONS = (  # the fastest first
-    Implementation("FA4", "flash_attn.cute.interface", (9, 10)),
-    Implementation("FA3", "flash_attn_interface", (9,)),
-)
+# By torch's name, the fastest first: the module that torch imports, and the major capabilities of
+# the GPUs that it supports
+IMPLEMENTATIONS = {
+    "FA4": ("flash_attn.cute.interface", (9, 10)),
+    "FA3": ("flash_attn_interface", (9,)),
+}
 
 
 def choose_flash_attention(device: torch.device, heads: int, width: int, window: int) -> str:
@@ -41,11 +36,11 @@ def choose_flash_attention(device: torch.device, heads: int, width: int, window:
     and with this one. window: in rows, 0 for none.
     """
     remarks = []
-    for implementation in IMPLEMENTATIONS:
-        if not is_usable(implementation, device):
+    for name in IMPLEMENTATIONS:
+        if not is_usable(name, device):
             continue
         try:
-            attention.activate_flash_attention_impl(implementation.name)
+            attention.activate_flash_attention_impl(name)
             checks = check_attention(device, heads, width, 0)
             if window:
                 checks = chain(checks, check_attention(device, heads, width, window))
@@ -53,23 +48,24 @@ def choose_flash_attention(device: torch.device, heads: int, width: int, window:
         except Exception as fault:  # whatever a prototype provokes
             wrong = f"it fails ({first_error(fault)})"
         if wrong is None:
-            remarks.append(f"attention by {implementation.name}")
+            remarks.append(f"attention by {name}")
             break
         attention.restore_flash_attention_impl()
-        remarks.append(f"{implementation.name} not used: {wrong}")
+        remarks.append(f"{name} not used: {wrong}")
     return "; ".join(remarks)
 
 
-def is_usable(implementation: Implementation, device: torch.device) -> bool:
+def is_usable(name: str, device: torch.device) -> bool:
     """Return whether an implementation is installed and supports a device."""
     if device.type != "cuda":
         return False
+    module, capabilities = IMPLEMENTATIONS[name]
     try:
-        if importlib.util.find_spec(implementation.module) is None:
+        if importlib.util.find_spec(module) is None:
             return False
     except ImportError:  # it lacks a package in which the module would be
         return False
-    return torch.cuda.get_device_capability(device)[0] in implementation.capabilities
+    return torch.cuda.get_device_capability(device)[0] in capabilities
 
 
 def check_attention(device: torch.device, heads: int, width: int, window: int) -> Iterator[Check]:

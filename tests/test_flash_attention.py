@@ -19,7 +19,7 @@ class Installed:
     """FA4 and FA3, with a kernel for each that a test may replace."""
 
     def __init__(self):
-        self.kernels = {implementation.name: attend_by_mask for implementation in IMPLEMENTATIONS}
+        self.kernels = dict.fromkeys(IMPLEMENTATIONS, attend_by_mask)
         self.active = None
 
     def activate(self, name: str):
@@ -37,7 +37,7 @@ class Installed:
 @pytest.fixture
 def installed(monkeypatch) -> Installed:
     fake = Installed()
-    monkeypatch.setattr(flash_attention, "is_usable", lambda implementation, device: True)
+    monkeypatch.setattr(flash_attention, "is_usable", lambda name, device: True)
     monkeypatch.setattr(attention, "activate_flash_attention_impl", fake.activate)
     monkeypatch.setattr(attention, "restore_flash_attention_impl", fake.restore)
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", fake.varlen_attn)
@@ -90,8 +90,8 @@ def test_nothing_is_used_on_a_cpu_where_none_is_installed_or_on_another_gpu(monk
     assert choose_flash_attention(CPU, 2, 16, 64) == ""
     gpu = torch.device("cuda")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    assert not any(is_usable(implementation, gpu) for implementation in IMPLEMENTATIONS)
+    assert not any(is_usable(name, gpu) for name in IMPLEMENTATIONS)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
-    assert [is_usable(implementation, gpu) for implementation in IMPLEMENTATIONS] == [True, True]
+    assert [is_usable(name, gpu) for name in IMPLEMENTATIONS] == [True, True]
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (12, 0))
-    assert not any(is_usable(implementation, gpu) for implementation in IMPLEMENTATIONS)
+    assert not any(is_usable(name, gpu) for name in IMPLEMENTATIONS)
