@@ -250,9 +250,9 @@ def _topk_gate(score_NE: Tensor, k: int) -> Tensor:
     return score_NE.sort(dim=-1, descending=True, stable=True).indices[:, :k].contiguous()
 
 
-def _count_slots(topk_idx_NK: Tensor, n_experts: int) -> Tensor:
-    """Count the slots of each expert, fp32 [E]."""
-    chosen_S = topk_idx_NK.flatten() + 1  # -1 goes to the first count, which is dropped
+def _count_slots(topk_idx: Tensor, n_experts: int) -> Tensor:
+    """Count the slots of each expert, fp32 [E]. topk_idx: of any shape."""
+    chosen_S = topk_idx.flatten() + 1  # -1 goes to the first count, which is dropped
     count = torch.zeros(n_experts + 1, device=chosen_S.device)
     count.index_add_(0, chosen_S, torch.ones(len(chosen_S), device=chosen_S.device))
     return count[1:]
@@ -465,7 +465,7 @@ def _counts(topk_idx_VNK: Tensor, experts: int, backend: str) -> Tensor:
     # all at once, as if every routing had its own experts
     first_expert_V = torch.arange(0, visits * experts, experts, device=topk_idx_VNK.device)
     distinct_VNK = torch.where(topk_idx_VNK < 0, -1, topk_idx_VNK + first_expert_V[:, None, None])
-    return _count_slots(distinct_VNK.flatten(0, 1), visits * experts).view(visits, experts)
+    return _count_slots(distinct_VNK, visits * experts).view(visits, experts)
 
 
 # --------------------------------------------------------------------------------------------------
