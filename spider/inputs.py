@@ -123,10 +123,9 @@ def decompressed(file: IO[bytes], path: str) -> IO[bytes]:
     with any_error_as_data_error(path):
         if file.peek().startswith(GIT_LFS):  # type: ignore[attr-defined]  # a BufferedReader
             return file
-    compression = COMPRESSIONS[Path(path).suffix.lower()]
-    if compression not in compr:
-        raise DataError(f"{path}: .zst needs backports.zstd; {INSTALL}")
-    with any_error_as_data_error(path):
+        compression = COMPRESSIONS[Path(path).suffix.lower()]
+        if compression not in compr:
+            raise DataError(f"{path}: .zst needs backports.zstd; {INSTALL}")
         return compr[compression](file, mode="rb")
 
 
