@@ -246,14 +246,14 @@ class ShardWriter:
 
     BOS = np.array([BOS_ID], "<u2")
     EOS = np.array([EOS_ID], "<u2")
-    file: IO[bytes]  # the unfinished shard
+    name: str  # of the unfinished shard
+    file: IO[bytes]
 
     def __init__(self, out: Path, split: str, shard_ids: int):
         self.out = out
         self.split = split
         self.shard_ids = shard_ids
         self.entries: list[ShardEntry] = []  # finished shards
-        self.digest = hashlib.sha256()
         self.n_ids = 0  # in the unfinished shard, like the digest
         self.new_documents = 0  # that began after the last finished shard
 
@@ -270,7 +270,8 @@ class ShardWriter:
         """Append ids to the unfinished shard, and to further ones where it is full."""
         while len(ids):
             if self.n_ids == 0:
-                path = temporary_path(self.out, self._name())
+                self.name = f"{self.split}-{len(self.entries):05d}.bin"  # see WRITTEN
+                path = temporary_path(self.out, self.name)
                 self.file = open(path, "xb", MIB)  # x: a link of this name is not followed
                 self.digest = hashlib.sha256()
             room = self.shard_ids - self.n_ids
@@ -282,18 +283,14 @@ class ShardWriter:
             if self.n_ids == self.shard_ids:
                 self.finish_shard()
 
-    def _name(self) -> str:
-        return f"{self.split}-{len(self.entries):05d}.bin"  # see WRITTEN
-
     def finish_shard(self):
         """Complete the unfinished shard, if there is one, and flush it to disk."""
         if self.n_ids == 0:
             return
-        name = self._name()
         self.file.close()
-        sync(temporary_path(self.out, name))
+        sync(temporary_path(self.out, self.name))
         digest = self.digest.hexdigest()
-        entry = ShardEntry(name, self.split, self.n_ids, self.new_documents, digest)
+        entry = ShardEntry(self.name, self.split, self.n_ids, self.new_documents, digest)
         self.entries.append(entry)
         self.n_ids = 0
         self.new_documents = 0
@@ -325,7 +322,21 @@ def prepare(arguments: Sequence[str], out: Path, documents: Documents, shard_ids
                 totals = {writer.split: writer.totals() for writer in writers}
                 report(arguments, documents, totals)
                 entries = [entry for writer in writers for entry in writer.entries]
-                write_metadata(arguments, out, documents, totals, entries)
+                metadata = dict(
+                    vocab_size=VOCAB_SIZE,
+                    dtype="uint16",
+                    totals=totals,
+                    inputs=arguments,
+                    field=documents.field,
+                    ext=documents.endings,
+                    binary=documents.binary,
+                    val_fraction=documents.val_fraction,
+                    split_by="blake2b of the text",
+                    skipped=documents.skipped,
+                    shards=[entry._asdict() for entry in entries],
+                )
+                with durable(out / METADATA) as file:
+                    json.dump(metadata, file, indent=1)
                 for entry in entries:
                     os.replace(temporary_path(out, entry.name), out / entry.name)
                 sync(out)
@@ -398,27 +409,3 @@ def report(arguments: Sequence[str], documents: Documents, totals: dict[str, dic
             "prepare: no validation split: training will hold out the last 1% of its data; for a "
             "real one raise --val_fraction or add documents"
         )
-
-
-def write_metadata(
-    arguments: Sequence[str],
-    out: Path,
-    documents: Documents,
-    totals: dict[str, dict[str, int]],
-    entries: Sequence[ShardEntry],
-):
-    metadata = dict(
-        vocab_size=VOCAB_SIZE,
-        dtype="uint16",
-        totals=totals,
-        inputs=arguments,
-        field=documents.field,
-        ext=documents.endings,
-        binary=documents.binary,
-        val_fraction=documents.val_fraction,
-        split_by="blake2b of the text",
-        skipped=documents.skipped,
-        shards=[entry._asdict() for entry in entries],
-    )
-    with durable(out / METADATA) as file:
-        json.dump(metadata, file, indent=1)
