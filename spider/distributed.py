@@ -331,33 +331,16 @@ def shard_model(model: Any, world: World, grad_accum: int):
     rank, do nothing."""
     if world.ranks == 1:
         return
-    tables = {m.weight for m in model.modules() if isinstance(m, EngramTable)}
-    rows = {name: len(p) for name, p in model.named_parameters() if p.ndim}
-    wrap_groups(model, world, tables, grad_accum)
-    params = []
-    replicated = dict(model.named_buffers())
-    for name, p in model.named_parameters():
-        if p in tables:
-            replicated[name] = p
-            continue
-        size = math.ceil(rows[name] / world.shards)
-        bounds = [min(shard * size, rows[name]) for shard in range(world.shards + 1)]
-        local = nn.Parameter(p.to_local().detach())
-        params.append(ShardedParameter(name, p, local, bounds))
-    model.sharding = Sharded(world, params, replicated)
-
-
-def wrap_groups(model: Any, world: World, tables: set[nn.Parameter], grad_accum: int):
-    """Call fully_shard for each group of modules, and have the group's weights cast in its
-    forward."""
     from torch.distributed.fsdp import fully_shard
 
+    tables = {m.weight for m in model.modules() if isinstance(m, EngramTable)}
+    rows = {name: len(p) for name, p in model.named_parameters() if p.ndim}
     # FSDP warns of views among outputs, in case they are written to; here they are not.
     warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
     # With gradient accumulation, weights stay gathered and gradients unsharded until the end of the
     # step: that costs memory, but communicates only once per step.
     reshards = grad_accum == 1 and world.shards > 1
-    model.casts_early = False
+    model.casts_early = False  # a group's weights are cast in its forward
     core = [] if model.core is None else [model.core]
     grouped: set[nn.Module] = set()
     for group in (*model.prelude, *core, *model.coda, model):
@@ -372,6 +355,17 @@ def wrap_groups(model: Any, world: World, tables: set[nn.Parameter], grad_accum:
         )
         casting = [m for m in members if hasattr(m, "cast_weight")]
         group.register_forward_pre_hook(partial(cast_weights, model, casting))
+    params = []
+    replicated = dict(model.named_buffers())
+    for name, p in model.named_parameters():
+        if p in tables:
+            replicated[name] = p
+            continue
+        size = math.ceil(rows[name] / world.shards)
+        bounds = [min(shard * size, rows[name]) for shard in range(world.shards + 1)]
+        local = nn.Parameter(p.to_local().detach())
+        params.append(ShardedParameter(name, p, local, bounds))
+    model.sharding = Sharded(world, params, replicated)
 
 
 def cast_weights(model: Any, modules: Iterable[Any], *_):
