@@ -504,14 +504,13 @@ def memory_remedy(plan: "Plan", world: World) -> str:
     return "choose a smaller --seq_len or --model"
 
 
-HOST = torch.device("cpu")
 HOST_REMEDY = "free some of the host's memory, or choose a smaller --model"
 
 
 def host_memory() -> float:
     """Return the bytes of host memory that are free, or that this process holds now: it frees the
     checkpoint from which it resumes before it saves the first."""
-    return free_memory(HOST) + process_memory("VmRSS")
+    return free_memory(torch.device("cpu")) + process_memory("VmRSS")
 
 
 def lacks_host_memory(plan: "Plan", world: World) -> bool:
