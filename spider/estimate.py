@@ -302,10 +302,20 @@ def estimate_memory(
         casts -= sum(model.get_parameter(name).numel() for name in weights_in_fp8(model))
         kept += step.rows * 12 * c.intermediate_size  # gate and up go to fp32 and back
 
-    # with one micro-step, gradients replace activations; with several, they exist before
     gradients: float = state.dense
     of_tables = table_gradients(tables_of(model), plan, step.rows)
-    if flags.grad_accum == 1:
+    gathered = 0
+    if world.ranks > 1:  # see shard_model; tables and their summed gradients are not sharded
+        of_tables = state.tables
+        gathered = state.dense
+        if flags.grad_accum == 1:
+            gradients /= world.shards
+            if world.shards > 1:  # a group at a time, of which the core is the largest
+                gathered = 4 * sum(
+                    p.numel() for name, p in model.named_parameters() if name.startswith("core.")
+                )
+    elif flags.grad_accum == 1:
+        # they replace activations; with several micro-steps, they exist before
         gradients = max(0.0, gradients + of_tables - kept)
         of_tables = 0.0
 
@@ -317,19 +327,18 @@ def estimate_memory(
         padding = padding_bound(c, step)
 
     memory = {
-        "parameters": state.dense + state.tables,
+        "parameters": state.tables + state.dense / world.shards,
         "gradients": gradients,
         "gradients of tables": of_tables,
-        "optimizer": state.dense_state + state.table_state,
+        "optimizer": state.dense_state / world.shards + state.table_state,
         "cast weights": casts,
         "activations": kept,
         # ids and labels, int64, of this step and the next one (data.Feed)
         BATCHES: 2 * 2 * 8 * step.rows * flags.grad_accum,
         PADDING: padding,
         FLASH_BACKWARD: flash,
+        "gathered weights": gathered,
     }
-    if world.ranks > 1:
-        memory |= memory_of_shards(model, state, flags.grad_accum, world.shards)
     if on_cpu:
         memory |= {
             "process at start": process_memory("VmRSS"),
@@ -337,30 +346,6 @@ def estimate_memory(
             "oneDNN kernels (at most)": ONEDNN_CACHE if multiplies_bf16(world.device) else 0.0,
         }
     return memory
-
-
-def memory_of_shards(
-    model: nn.Module, state: StateSize, grad_accum: int, shards: int
-) -> dict[str, float]:
-    """Estimate the bytes by purpose that differ on one of several ranks, see shard_model.
-
-    Tables and their summed gradients are not sharded.
-    """
-    gradients: float = state.dense
-    if grad_accum == 1:
-        gradients /= shards
-    gathered = state.dense
-    if shards > 1 and grad_accum == 1:  # a group at a time, of which the core is the largest
-        gathered = 4 * sum(
-            p.numel() for name, p in model.named_parameters() if name.startswith("core.")
-        )
-    return {
-        "parameters": state.tables + state.dense / shards,
-        "optimizer": state.dense_state / shards + state.table_state,
-        "gradients of tables": state.tables,
-        "gradients": gradients,
-        "gathered weights": gathered,
-    }
 
 
 def weights_in_fp8(model: nn.Module, experts: bool = False) -> list[str]:
