@@ -226,10 +226,10 @@ def check_product(
             upstream_PF = draw(used + ALIGNMENT, f)
             operands["rows"][used:] = math.nan
             upstream_PF[used:] = math.nan
-            for check in value_and_gradients(
-                product, multiply_in_turn, operands, upstream_PF, expert_end_E
-            ):
-                yield check._replace(name=f"the {check.name} of {used} rows, {d} x {f},")
+            called = "the {}" + f" of {used} rows, {d} x {f},"
+            yield from value_and_gradients(
+                product, multiply_in_turn, operands, upstream_PF, expert_end_E, called=called
+            )
 
 
 # --------------------------------------------------------------------------------------------------

@@ -103,10 +103,9 @@ def check_attention(device: torch.device, heads: int, width: int, window: int) -
     # v is a slice, as a layer's values are
     operands = dict(q=draw(width), k=draw(width), v=draw(2 * width))
     within = f" within a window of {window}" if window else ""
-    for check in value_and_gradients(
-        by_kernel, by_mask, operands, draw(width), tolerance=TOLERANCE
-    ):
-        yield check._replace(name=f"its {check.name}{within}")
+    yield from value_and_gradients(
+        by_kernel, by_mask, operands, draw(width), called="its {}" + within, tolerance=TOLERANCE
+    )
 
 
 def attend_by_mask(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, window: int = 0) -> Tensor:

@@ -36,12 +36,13 @@ def value_and_gradients(
     operands: Mapping[str, Tensor],
     upstream: Tensor,
     *constants: Tensor,
+    called: str,
     tolerance: float = 0.0,
 ) -> Iterator[Check]:
     """Compute a kernel's value and its gradients, and those of a reference in fp32.
 
     operands: by name, in the order of the arguments. upstream: the gradient of the value.
-    constants: further arguments.
+    constants: further arguments. called: the checks' name, with {} for the value or the gradient.
     """
     names = ["value", *(f"gradient of {name}" for name in operands)]
     results = []
@@ -51,7 +52,7 @@ def value_and_gradients(
         gradients = torch.autograd.grad(value, leaves, upstream.to(dtype))
         results.append((value.detach(), *gradients))
     for name, result, exact in zip(names, *results, strict=True):
-        yield Check(name, result, exact, tolerance)
+        yield Check(called.format(name), result, exact, tolerance)
 
 
 def first_error(fault: Exception) -> str:
