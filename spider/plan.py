@@ -96,7 +96,10 @@ def settle(
     if origin.state is not None and origin.path is not None:
         check_weights(origin.path, origin.state, model)
 
-    flags = with_tables(flags, given, model)
+    if not estimate.tables_of(model):
+        if flags.engram_reset and "engram_reset" in given:
+            raise UsageError("--engram_reset: this model has no Engram tables")
+        flags = replace(flags, engram_reset=False)
     splits = splits_of(flags, given, world.ranks, origin)
     # The horizon needs a step's bytes, which are the same in all splits; with_memory chooses one.
     flags = with_split(flags, splits[0], world.ranks)
@@ -212,15 +215,6 @@ def shapes(config: SpiderConfig, model_class: type[Spider]) -> dict[str, tuple[i
     with torch.device("meta"):
         weights = model_class(config).state_dict()
     return {name: tuple(value.shape) for name, value in weights.items()}
-
-
-def with_tables(flags: "Flags", given: Set[str], model: Spider) -> "Flags":
-    """Switch --engram_reset off for a model without Engram tables; UsageError if it is given."""
-    if estimate.tables_of(model):
-        return flags
-    if flags.engram_reset and "engram_reset" in given:
-        raise UsageError("--engram_reset: this model has no Engram tables")
-    return replace(flags, engram_reset=False)
 
 
 # --------------------------------------------------------------------------------------------------
