@@ -167,18 +167,17 @@ def read_lines(path: Path) -> Iterator[dict]:
 
 
 def numbers_of(line: bytes) -> dict:
-    """Return the numbers of a line, nothing of one that is cut short or not ours."""
+    """Return the numbers of a line, None for those that were not finite; nothing of a line that is
+    cut short or not ours."""
     with suppress(ValueError, RecursionError):
         values = json.loads(line.decode(errors="replace"))
         if isinstance(values, dict):
-            return {name: value for name, value in values.items() if is_metric(value)}
+            return {
+                name: value
+                for name, value in values.items()
+                if value is None or (isinstance(value, (int, float)) and abs(value) < 1e300)
+            }
     return {}
-
-
-def is_metric(value: object) -> bool:
-    """Return whether a value of a line is one that a run writes: a number, or None for one that was
-    not finite."""
-    return value is None or (isinstance(value, (int, float)) and abs(value) < 1e300)
 
 
 class Metrics:
