@@ -278,11 +278,9 @@ def talk(args: argparse.Namespace, name: str, model_class: type[Spider]):
     if prompt is not None:
         complete(sampler, state, prompt)
         return
-    print(
-        one_line(
-            f"{path}, step {saved['step']}. Type a line for the model to continue, an empty "
-            f"one for more. Ctrl-C stops it, Ctrl-D quits."
-        )
+    say(
+        f"{path}, step {saved['step']}. Type a line for the model to continue, an empty one for "
+        f"more. Ctrl-C stops it, Ctrl-D quits."
     )
     converse(sampler, state)
 

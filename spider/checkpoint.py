@@ -349,11 +349,6 @@ def find_checkpoints(directory: Path) -> list[SavedCheckpoint]:
     return [saved_checkpoint(path, state) for path, state in newest_first][::-1]
 
 
-def load_newest(directory: Path) -> tuple[Path, dict] | None:
-    """Load the newest good checkpoint of a directory; return its path and state, or None."""
-    return next(good_checkpoints(directory), None)
-
-
 def best_checkpoint(directory: Path) -> SavedCheckpoint:
     """Return the checkpoint with the lowest validation loss in a directory (see --keep_best). Raise
     CheckpointError if none was saved after an evaluation."""
@@ -393,7 +388,7 @@ def load_origin(directory: Path, resume: str | None, reset_steps: bool) -> Origi
     `reset_steps` say where a run begins that has no checkpoint yet. Therefore the same command
     continues the run when it is repeated, as torchrun and Slurm do. Raise CheckpointError for a
     request to go back or start over inside a directory, or a checkpoint that cannot be used."""
-    newest = load_newest(directory)
+    newest = next(good_checkpoints(directory), None)
     inside = False  # whether `resume` names the directory, or a file in it
     if resume is not None:
         named = Path(resume).resolve()
@@ -433,7 +428,7 @@ def begin_run(resume: str | None, reset_steps: bool) -> Origin:
         return FROM_SCRATCH
     path = Path(resume)
     if path.is_dir() and not is_export(path):
-        newest = load_newest(path)
+        newest = next(good_checkpoints(path), None)
         if newest is None:
             raise CheckpointError(f"--resume: there is no usable checkpoint in {path}")
         path, state = newest
@@ -465,20 +460,6 @@ def lowest_loss(saved: Sequence[SavedCheckpoint]) -> SavedCheckpoint | None:
             best = one
             lowest = one.val_loss
     return best
-
-
-def retained(
-    saved: Sequence[SavedCheckpoint], keep_last: int, keep_best: bool
-) -> list[SavedCheckpoint]:
-    """Choose which checkpoints (oldest first) to keep: the newest `keep_last`; the newest two that
-    had not exploded; and, if `keep_best`, the one with the lowest validation loss. Two, because the
-    update right after a sound loss may already have ruined the weights."""
-    sound = [one for one in saved if not one.exploded]
-    kept = [*saved[-keep_last:], *sound[-2:]]
-    best = lowest_loss(saved)
-    if keep_best and best is not None:
-        kept.append(best)
-    return [one for one in saved if one in kept]
 
 
 class CheckpointWriter:
@@ -566,9 +547,18 @@ class CheckpointWriter:
         self._retain(saved_checkpoint(path, state))
 
     def _retain(self, newest: SavedCheckpoint):
-        """Add a checkpoint to those of the directory, and delete those that are not kept."""
+        """Add a checkpoint to those of the directory, and delete all but these: the newest
+        `keep_last`; the newest two that had not exploded; and, if `keep_best`, the one with the
+        lowest validation loss. Two, because the update right after a sound loss may already have
+        ruined the weights."""
         others = [one for one in self.saved if one.step != newest.step]
-        self.saved = retained([*others, newest], self.keep_last, self.keep_best)
+        saved = [*others, newest]
+        sound = [one for one in saved if not one.exploded]
+        kept = [*saved[-self.keep_last :], *sound[-2:]]
+        best = lowest_loss(saved)
+        if self.keep_best and best is not None:
+            kept.append(best)
+        self.saved = [one for one in saved if one in kept]
         for one in others:
             if one in self.saved:
                 continue

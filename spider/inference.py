@@ -36,9 +36,9 @@ from spider.checkpoint import (
     check_weights,
     checkpoint_paths,
     find_checkpoints,
+    good_checkpoints,
     is_export,
     load_checkpoint,
-    load_newest,
     lowest_loss,
 )
 from spider.common import CheckpointError, ProgressBar, UsageError, one_line, quoted
@@ -72,7 +72,7 @@ def read_checkpoint(name: str, model_class: type[Spider]) -> tuple[Path, dict]:
         saved = load_checkpoint(path)
     else:
         check_holds_checkpoints(path)
-        newest = load_newest(path)
+        newest = next(good_checkpoints(path), None)
         if newest is None:
             raise UsageError(f"{name}: no checkpoint in it is usable: name another")
         path, saved = newest
@@ -118,10 +118,11 @@ def mention_best(directory: Path, newest: dict):
 def best_of(name: str) -> str:
     """Return the path of the checkpoint with the lowest validation loss in a directory. Raise
     UsageError for anything but a directory of checkpoints."""
-    if not is_directory_of_checkpoints(Path(name)):
+    directory = Path(name)
+    if not is_directory_of_checkpoints(directory):
         raise UsageError(f"--best: {name} is not a directory of checkpoints")
-    check_holds_checkpoints(Path(name))
-    best = best_checkpoint(Path(name))
+    check_holds_checkpoints(directory)
+    best = best_checkpoint(directory)
     logger.info(f"{best.path}: lowest validation loss, {best.val_loss:.4f} nats per byte")
     return str(best.path)
 

@@ -36,8 +36,8 @@ from spider.checkpoint import (
     best_checkpoint,
     check_weights,
     find_checkpoints,
+    good_checkpoints,
     load_checkpoint,
-    load_newest,
     load_origin,
     lowest_loss,
 )
@@ -723,7 +723,7 @@ def test_renamed_checkpoint_is_skipped(tmp_path, shards, capsys):
     for name in ("spider-step1.pt", "spider-step9.pt", "spider-step2-mine.pt"):
         (directory / name).write_bytes(content)
     assert steps_in(directory) == [2, 4]
-    path, _ = load_newest(directory)
+    path, _ = next(good_checkpoints(directory))
     assert path == directory / "spider-step4.pt"
     (directory / "spider-step2-mine.pt").unlink()
     run(tmp_path, shards, *flags, steps=5)
