@@ -244,12 +244,6 @@ def operations() -> Any:
     return tile_kernels.moe
 
 
-def _topk_gate(score_NE: Tensor, k: int) -> Tensor:
-    """Choose the k experts of the largest scores, topk_idx [N, K]."""
-    # topk is not stable
-    return score_NE.sort(dim=-1, descending=True, stable=True).indices[:, :k].contiguous()
-
-
 def _count_slots(topk_idx: Tensor, n_experts: int) -> Tensor:
     """Count the slots of each expert, fp32 [E]. topk_idx: of any shape."""
     chosen_S = topk_idx.flatten() + 1  # -1 goes to the first count, which is dropped
@@ -413,10 +407,12 @@ def route(
     """
     tile = backend == "tile"
     if topk_idx_NK is None:
-        top_k = operations().topk_gate if tile else _topk_gate
-        topk_idx_NK = top_k(score_NE.detach().softmax(-1) + expert_bias_E, k)
+        biased_NE = score_NE.detach().softmax(-1) + expert_bias_E
         if tile:  # it returns 2^31 - 1 for NaN scores; the loss will be NaN anyway
-            topk_idx_NK.clamp_(0, len(expert_bias_E) - 1)
+            topk_idx_NK = operations().topk_gate(biased_NE, k).clamp_(0, len(expert_bias_E) - 1)
+        else:  # topk is not stable
+            order_NE = biased_NE.sort(dim=-1, descending=True, stable=True).indices
+            topk_idx_NK = order_NE[:, :k].contiguous()
     if k == 1:
         return topk_idx_NK, score_NE.softmax(-1).gather(1, topk_idx_NK)
     if tile:
