@@ -90,11 +90,25 @@ def as_json(value) -> str:
 
 def texts_of(path: Path, saved: dict) -> dict[str, str]:
     """Return the texts of all files of an export except the weights, by name."""
-    config = SpiderConfig.from_saved(saved["cfg"])
     facts = facts_of(path, saved)
     texts = flat_modules(f"spider.{ADAPTER}")
     texts["LICENSE"] = license_text()
-    texts["config.json"] = as_json(model_settings(saved, config, facts))
+    dtype = saved["model_state_dict"]["embed_tokens"].dtype
+    model_settings = {
+        "architectures": ["SpiderForCausalLM"],
+        "model_type": "spider",
+        **SPECIAL_IDS,
+        "dtype": str(dtype).removeprefix("torch."),
+        "auto_map": {
+            "AutoConfig": f"{ADAPTER}.SpiderHFConfig",
+            "AutoModelForCausalLM": f"{ADAPTER}.SpiderForCausalLM",
+        },
+        "max_position_embeddings": saved["flags"].get("seq_len", 2048),
+        "n_loops": saved["n_loops"],
+        "spider": asdict(SpiderConfig.from_saved(saved["cfg"])),
+        "training": facts,
+    }
+    texts["config.json"] = as_json(model_settings)
     texts["generation_config.json"] = as_json(GENERATION_SETTINGS)
     texts["tokenizer_config.json"] = as_json(TOKENIZER_SETTINGS)
     texts["README.md"] = CARD.format(facts=as_json({"checkpoint": path.name} | facts))
@@ -116,25 +130,6 @@ GENERATION_SETTINGS = {
     # not the reserved ids: fine-tuning may give them a meaning, and before they are never a target
     "suppress_tokens": [PAD_ID, BOS_ID],
 }
-
-
-def model_settings(saved: dict, config: SpiderConfig, facts: dict) -> dict:
-    """Return the content of config.json."""
-    dtype = saved["model_state_dict"]["embed_tokens"].dtype
-    return {
-        "architectures": ["SpiderForCausalLM"],
-        "model_type": "spider",
-        **SPECIAL_IDS,
-        "dtype": str(dtype).removeprefix("torch."),
-        "auto_map": {
-            "AutoConfig": f"{ADAPTER}.SpiderHFConfig",
-            "AutoModelForCausalLM": f"{ADAPTER}.SpiderForCausalLM",
-        },
-        "max_position_embeddings": saved["flags"].get("seq_len", 2048),
-        "n_loops": saved["n_loops"],
-        "spider": asdict(config),
-        "training": facts,
-    }
 
 
 def license_text() -> str:
