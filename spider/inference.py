@@ -493,14 +493,15 @@ class Adaptation:
 
     def score(self, stream: "Stream", special: bool) -> Totals:
         """Read a stream. special: whether ids above 255 count, too."""
+        spans = list(chunks(len(stream)))
 
         def rows() -> Iterator[tuple[Tensor, Tensor]]:
-            for span in chunks(len(stream)):
+            for span in spans:
                 ids, labels = read_rows(stream, [span], span.stop - span.start, special)
                 if (labels != IGNORED).any():  # else there is no gradient to step by
                     yield ids, labels
 
-        n_ids = sum(span.stop - span.start for span in chunks(len(stream)))
+        n_ids = sum(span.stop - span.start for span in spans)
         return score_batches(
             rows(),
             self.learn,
