@@ -78,9 +78,8 @@ class Input(NamedTuple):
         return os.path.getsize(self.path) if os.path.isfile(self.path) else None
 
 
-class Document(NamedTuple):
-    split: str
-    pieces: Iterable[bytes]  # its text; read once, before the next document
+# its split, and the pieces of its text; read once, before the next document
+Document = tuple[str, Iterable[bytes]]
 
 
 @dataclass
@@ -186,13 +185,13 @@ class Documents:
         elif kind == "document":
             split = self._draw_split(pieces(file, size, path))
             file.seek(start)
-            yield Document(split, pieces(file, size, path))
+            yield split, pieces(file, size, path)
         else:  # a text, whose end is for validation
             train_size = int(size * (1 - self.val_fraction))
             if train_size:
-                yield Document("train", pieces(file, train_size, path))
+                yield "train", pieces(file, train_size, path)
             if train_size < size:
-                yield Document("val", pieces(file, size - train_size, path))
+                yield "val", pieces(file, size - train_size, path)
 
     def _documents_of_records(self, records: Iterator[object], path: str) -> Iterator[Document]:
         """Yield the documents of an input's records (see text_of), but for bad ones and blank
@@ -202,7 +201,7 @@ class Documents:
             if isinstance(text, Fault):
                 self.skip(text.kind, f"{path}:{number}", text.detail)
             elif text is not None:
-                yield Document(self._draw_split([text]), [text])
+                yield self._draw_split([text]), [text]
 
     def _draw_split(self, text: Iterable[bytes]) -> str:
         """Draw the split of a document by a hash of its text.
@@ -380,8 +379,8 @@ def write_shards(
     progress = ProgressBar("prepare", total)
     end = 0  # bytes of the inputs up to this one
     for source, size in zip(inputs, sizes, strict=True):
-        for document in documents.read(source, out):
-            writers[document.split].write(document.pieces, progress)
+        for split, text in documents.read(source, out):
+            writers[split].write(text, progress)
         end += size or 0
         # Only texts were counted: add the rest of JSON lines.
         progress.add(max(0, end - progress.done))
