@@ -264,10 +264,7 @@ def state_size(model: nn.Module, optimizer: str) -> StateSize:
     return StateSize(4 * dense, 4 * in_tables, state, 4 * sum(map(len, tables)))
 
 
-# names of purposes in the estimate that others refer to
-BATCHES = "batches"
 PADDING = "padding of documents (at most)"
-FLASH_BACKWARD = "attention's backward pass"
 # bytes: oneDNN caches 1,024 kernels twice, one per size of a product (in Muon also per learning
 # rate); includes malloc's fragmentation
 ONEDNN_CACHE = 1e9
@@ -334,9 +331,9 @@ def estimate_memory(
         "cast weights": casts,
         "activations": kept,
         # ids and labels, int64, of this step and the next one (data.Feed)
-        BATCHES: 2 * 2 * 8 * step.rows * flags.grad_accum,
+        "batches": 2 * 2 * 8 * step.rows * flags.grad_accum,
         PADDING: padding,
-        FLASH_BACKWARD: flash,
+        "attention's backward pass": flash,
         "gathered weights": gathered,
     }
     if on_cpu:

@@ -28,7 +28,7 @@ from jobs import command
 from spider import estimate, machine
 from spider.common import TooLarge
 from spider.config import SpiderConfig
-from spider.estimate import FLASH_BACKWARD, MicroStep, choose_memory, estimate_memory
+from spider.estimate import MicroStep, choose_memory, estimate_memory
 from spider.plan import Plan, print_dry_run
 from spider_model import Block, RecurrentBlock, Spider
 from stand_in_gpu import StandInGPU
@@ -116,7 +116,7 @@ OUTSIDE = {
     "process at start",
     "checkpoint copy",
     "oneDNN kernels (at most)",
-    FLASH_BACKWARD,  # inside the kernel
+    "attention's backward pass",  # inside the kernel
 }
 
 
@@ -363,7 +363,8 @@ def test_the_gradient_of_q_in_fp32_takes_a_mebibyte_per_document_beyond_the_byte
     plan = settled(*flags.split(), sources=open_data(str(tmp_path)))
     with torch.device("meta"):
         model = Spider(plan.config)
-    size = estimate_memory(model, plan, "nothing", world_of("cuda"))[FLASH_BACKWARD]
+    memory = estimate_memory(model, plan, "nothing", world_of("cuda"))
+    size = memory["attention's backward pass"]
     assert size == pytest.approx((sequences * length + 128 * documents) * 16 * 128 * 4, rel=1e-3)
     assert size == pytest.approx(expected, rel=0.01)
     narrow = replace(plan, config=plan.config.changed("qk_nope_head_dim=16,v_head_dim=80"))
@@ -652,7 +653,7 @@ def test_the_estimate_counts_the_batches_of_a_step_and_of_the_next_one(shards):
     feed = Feed(Loader(open_data(str(shards)), 32, 0), plan.layout, 0, torch.device("cpu"), 0, 0)
     batches = [*feed.take(), *feed.take()]
     size = sum(batch.ids.nbytes + batch.labels.nbytes for batch in batches)
-    assert plan.memory[estimate.BATCHES] == size
+    assert plan.memory["batches"] == size
 
 
 @pytest.mark.parametrize("flag", ("--micro_batch", "--global_batch"))
