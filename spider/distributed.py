@@ -102,7 +102,11 @@ class World:
         self.device = device
         self.shards = shards
         if self.by_torchrun:
-            stop_with_parent()
+            # After SIGKILL torchrun could not stop its ranks, and they would train on unseen: the
+            # kernel sends this when the thread ends that started this process, its main thread.
+            _prctl_pr_set_pdeathsig(signal.SIGTERM)
+            if os.getppid() != common.PARENT:  # the parent died before this call
+                os.kill(os.getpid(), signal.SIGTERM)
         if self.ranks == 1:
             return
         if device.type == "cuda":
@@ -216,15 +220,6 @@ class World:
                 yield all_batches[index], 1
             else:
                 yield all_batches[0], 0
-
-
-def stop_with_parent():
-    """Have the kernel send SIGTERM to this process when its parent dies (Linux only). For ranks of
-    torchrun: after SIGKILL it could not stop them, and they would train on unseen."""
-    # The kernel sends it when the thread ends that started this process: torchrun's main thread.
-    _prctl_pr_set_pdeathsig(signal.SIGTERM)
-    if os.getppid() != common.PARENT:  # the parent died before this call
-        os.kill(os.getpid(), signal.SIGTERM)
 
 
 # --------------------------------------------------------------------------------------------------
