@@ -115,7 +115,7 @@ class ProgressBar:
     """Show progress, rate and time left on stderr: updated in place on a terminal, else a line
     every 5 seconds."""
 
-    def __init__(self, title: str, total: int = 0):
+    def __init__(self, title: str, total: int):
         self.title = title
         self.total = total  # bytes; 0: unknown
         self.done = 0
@@ -578,18 +578,12 @@ def end_of_program(
 
 
 def prepare_streams():
-    """Open standard streams that the caller closed, and let stdout take any text."""
-    if sys.platform == "win32":  # it lacks SIGHUP, and directories there cannot be synced
-        raise UsageError("Windows is not supported: run this under WSL")
-    open_closed_streams()
-    if hasattr(sys.stdout, "reconfigure"):
-        sys.stdout.reconfigure(errors="backslashreplace")
-
-
-def open_closed_streams():
-    """Open standard streams that the caller closed, as by `>&-`, on /dev/null.
+    """Open standard streams that the caller closed, as by `>&-`, on /dev/null, and let stdout take
+    any text.
 
     Else a file that is opened later takes the place of one, and messages are written into it."""
+    if sys.platform == "win32":  # it lacks SIGHUP, and directories there cannot be synced
+        raise UsageError("Windows is not supported: run this under WSL")
     descriptor = 0
     while descriptor <= 2:
         descriptor = os.open(os.devnull, os.O_RDWR)
@@ -597,6 +591,8 @@ def open_closed_streams():
     sys.stdin = sys.stdin or open(os.devnull)
     sys.stdout = sys.stdout or open(os.devnull, "w")
     sys.stderr = sys.stderr or open(os.devnull, "w")
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def exit_on_error(check: Callable[[], None], prog: str):

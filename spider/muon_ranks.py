@@ -24,7 +24,6 @@ from torch import Tensor, nn
 from spider.distributed import ShardedParameter, World
 
 Shape = tuple[int, ...]
-Work = Callable[[list[Tensor]], list[Tensor]]  # matrices -> as many of the same shapes
 
 
 class Matrix(NamedTuple):
@@ -93,9 +92,11 @@ class MatrixAssignment:
             elif shard == world.shard:
                 self.stacked.append(matrix)
 
-    def __call__(self, local: list[Tensor], work: Work) -> list[Tensor]:
-        """Apply `work` to all matrices. `local`: this rank's rows of each parameter, or its
-        matrices of a stack; the result has the same shapes."""
+    def __call__(
+        self, local: list[Tensor], work: Callable[[list[Tensor]], list[Tensor]]
+    ) -> list[Tensor]:
+        """Apply `work` to all matrices; it returns as many of the same shapes. `local`: this rank's
+        rows of each parameter, or its matrices of a stack; the result has the same shapes."""
         # No elements, but the dtype and device of all that is exchanged: the ranks must agree on
         # them, also one that sends nothing.
         empty = local[0].new_empty(0)

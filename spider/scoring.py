@@ -74,7 +74,7 @@ def score_batches(
     batches: Iterable[tuple[Tensor, Tensor]],
     read: Callable[[Tensor, Tensor], Reading],
     world: World,
-    progress: ProgressBar | None = None,
+    progress: ProgressBar | None,
 ) -> Totals:
     """Sum what `read` makes of each batch of (ids, labels), int64 [n, T], which it gets on the
     device. The batches are distributed over the ranks; every rank returns the totals of all.

@@ -511,7 +511,7 @@ def test_link_with_the_name_of_a_temporary_shard_is_not_followed():
     prepare("a.txt --out o")  # the link was there before
     link.symlink_to("../victim")
     with pytest.raises(FileExistsError):  # or it is made while `prepare` writes
-        ShardWriter(Path("o"), "train", 100).write([b"text"], common.ProgressBar("prepare"))
+        ShardWriter(Path("o"), "train", 100).write([b"text"], common.ProgressBar("prepare", 0))
     assert Path("victim").read_bytes() == b"precious"
 
 
