@@ -14,7 +14,7 @@ Features and their sources:
     recurrent depth                                                        Huginn, arXiv 2502.05171
     ... with a stable linear injection (LTI)                               Parcae, arXiv 2604.12946
     adaptive computation time (ACT)                                        Graves, arXiv 1603.08983
-    Engram, a memory of hashed n-grams, at segment rate                            arXiv 2601.07372
+    Engram, a memory of hashed contexts, at segment rate                           arXiv 2601.07372
     ... and at byte rate                                                      BLT, arXiv 2412.09871
     match memory: the byte after a context's last occurrence         PAQ's match model, Mahoney 2005
 

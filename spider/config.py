@@ -14,7 +14,6 @@ RECOMPUTE = ("nothing", "core", "all")
 OPTIMIZERS = ("adamw", "adamw8bit", "muon")
 BACKENDS = ("loop", "grouped", "triton", "tile")  # see tile_moe.py
 SPAN_BYTES = 32  # the longest context of a memory, in bytes
-MOST = {"byte": SPAN_BYTES, "word": SPAN_BYTES // 2}  # units back of a context
 REACH = {"byte": SPAN_BYTES, "word": SPAN_BYTES, "line": 256}  # past bytes that contexts read
 MAX_LOOPS = 4096  # the most loops of the core, in flags and checkpoints
 
@@ -67,7 +66,7 @@ class SpiderConfig:
     act_threshold: float = 0.99
     ponder_weight: float = 0.001  # weight of the cost of loops; 0: none
     core_loss_weight: float = 0.0  # weight of the core's own next-byte loss; 0: none
-    # Engram: tables of hashed n-grams. One kind stands before some layers of the core, another at
+    # Engram: tables of hashed contexts. One kind stands before some layers of the core, another at
     # byte rate before prelude and head.
     engram_layers: tuple[int, ...] = (1, 4)  # layers of the core that have one
     engram_contexts: tuple[str, ...] = ("3", "4", "6", "8")  # see contexts.py
@@ -225,12 +224,13 @@ class SpiderConfig:
         """Return the config of a checkpoint or an export. Raise TypeError for a field that this
         version does not have, ValueError for a value that it refuses."""
         values = dict(saved)
-        if "engram_orders" in values:  # contexts had no names before November 2026
-            names = [f"word{n}" for n in values.pop("engram_match_words")]
-            for use in ("match_", "byte_", ""):
+        for use in ("", "byte_", "match_"):  # contexts had no names before November 2026
+            if f"engram_{use}orders" in values:
                 orders = values.pop(f"engram_{use}orders")
-                values[f"engram_{use}contexts"] = [*map(str, orders), *names]
-                names = []
+                values[f"engram_{use}contexts"] = [str(n) for n in orders]
+        if "engram_match_words" in values:
+            words = values.pop("engram_match_words")
+            values["engram_match_contexts"] += [f"word{n}" for n in words]
         return cls(**values)
 
     @classmethod
@@ -241,6 +241,7 @@ class SpiderConfig:
         return cls(**PRESETS[name])
 
 
+@cache
 def span_of(context: str) -> tuple[str, int, int]:
     """Return the unit of a context (see contexts.py), and between which units back it spans; raise
     ValueError for a name that is none."""
@@ -251,11 +252,12 @@ def span_of(context: str) -> tuple[str, int, int]:
         unit = match["unit"] or "byte"
         first = int(match["first"] or 0)
         last = int(match["last"])
-        if first < last <= MOST[unit]:
+        most = SPAN_BYTES if unit == "byte" else SPAN_BYTES // 2
+        if first < last <= most:
             return unit, first, last
     raise ValueError(
         f"{context!r} is no context, such as 3, 1-4, word1, word1-2 or above, of at most "
-        f"{MOST['byte']} bytes or {MOST['word']} words"
+        f"{SPAN_BYTES} bytes or {SPAN_BYTES // 2} words"
     )
 
 
@@ -275,7 +277,8 @@ def parse_value(name: str, text: str, default: Any) -> Any:
         raise ValueError(f"{name} takes {wanted}, not {text!r}") from None
 
 
-CONTEXT = re.compile(r"(?P<unit>word)?(?:(?P<first>\d{1,2})-)?(?P<last>\d{1,2})")
+NUMBER = "[1-9][0-9]?"
+CONTEXT = re.compile(f"(?P<unit>word)?((?P<first>{NUMBER})-)?(?P<last>{NUMBER})")
 
 # The range of every number. Within the upper bounds no product of sizes overflows, and no model
 # takes minutes to construct.

@@ -4,11 +4,13 @@ A context is named after its span, which is counted back from a byte:
 
     3        the last three bytes
     1-4      the three bytes before the last one
-    word2    the bytes since the second last end of a word: the current word and the one before
-    word1-2  the bytes between the last two ends: the word before alone
-    above    the last byte, and those above it and above the next two, in the line before
+    word1    the bytes after the one that ended a word last: mostly the current word so far
+    word2    ... that ended the word before that: mostly two words
+    word1-2  the bytes between both: the word before alone
+    above    the last byte, and those above it and above the next two in the line before; the last
+             three where that line does not begin within 255 bytes
 
-Spans of words lie within the last 31 bytes, lines within 255.
+Ends of words are sought in the last 31 bytes.
 
 Shapes, as suffixes of names:
     L  bytes of a text
@@ -60,6 +62,7 @@ class Past:
         self.position = position_L
         self.index = index_M
         self.position_M = position_L.index_select(0, index_M)
+        self.ends_of: dict[str, Tensor] = {}  # see newest_ends
         self.keys_of: dict[str, Tensor] = {}  # by the name of a context that is not of bytes alone
 
     def select(self, chosen: Tensor) -> "Past":
@@ -71,18 +74,24 @@ class Past:
         """Mark ends of words, bool [L]."""
         return word_ends(self.ids, self.position)
 
+    def newest_ends(self, unit: str) -> Tensor:
+        """Return the last end of a unit among the first l bytes for each l, or -1: [L + 1]."""
+        if unit not in self.ends_of:
+            ends_L = self.word_ends if unit == "word" else self.ids == ord("\n")
+            byte_L = torch.arange(len(self.ids), device=self.ids.device)
+            newest = torch.where(ends_L, byte_L, -1).cummax(0).values
+            self.ends_of[unit] = F.pad(newest, (1, 0), value=-1)
+        return self.ends_of[unit]
+
     def since(self, unit: str, n: int) -> Tensor:
         """Count the bytes since the n-th last end of a unit, [M]; n for bytes.
 
         Without such an end, and for more distant ones, it is the most that is searched."""
         if unit == "byte" or n == 0:
             return torch.full_like(self.index, n)
-        ends_L = self.word_ends if unit == "word" else self.ids == ord("\n")
-        byte_L = torch.arange(len(self.ids), device=self.ids.device)
-        newest_L = torch.where(ends_L, byte_L, -1).cummax(0).values
         end_M = self.index + 1
         for _ in range(n):
-            end_M = newest_L[(end_M - 1).clamp_min(0)]
+            end_M = self.newest_ends(unit)[end_M.clamp_min(0)]
         distance_M = self.index - end_M
         found = (end_M >= 0) & (distance_M <= self.position_M)
         most = REACH[unit] - 1
@@ -90,7 +99,7 @@ class Past:
 
     @cached_property
     def sums(self) -> tuple[Tensor, Tensor]:
-        """Return the sums of (byte + 1) * BASE^l over the bytes before l, and BASE^-l, both
+        """Return for each l the sum of (byte k + 1) * BASE^(k + 1) over k < l, and BASE^-l, both
         [L + 1]."""
         ones = torch.ones_like(self.ids)
         power_L = (ones * BASE).cumprod(0)
@@ -104,8 +113,9 @@ class Past:
         unit, first, last = span_of(context)
         start_M = self.since(unit, first)
         length_M = self.since(unit, last) - start_M
-        if unit == "line":  # the same columns of the line before
-            start_M = (length_M - 2).clamp_min(0)
+        if unit == "line":  # the same columns of the line before, if its beginning was found
+            found = start_M + length_M < REACH[unit] - 1
+            start_M = torch.where(found, length_M - 2, 0).clamp_min(0)
             length_M = torch.full_like(length_M, 3)
         stop_M = (self.index + 1 - start_M).clamp_min(0)
         begin_M = (stop_M - length_M).clamp_min(0)

@@ -1,4 +1,4 @@
-"""Lookup memories, addressed by the last bytes alone: Engram tables of hashed n-grams, and the
+"""Lookup memories, addressed by contexts of the last bytes (contexts.py): Engram tables and the
 match memory.
 
 Engram (arXiv 2601.07372) looks up learned rows: at segment rate before core layers, at byte rate

@@ -33,6 +33,7 @@ def rows_of_documents() -> torch.Tensor:
     EOS, EOS without BOS, PAD, spaces."""
     rows = torch.cat((documents(48), documents(11, 2, 30, 5, seed=1), text(1, 48, seed=2)))
     rows[0, 1::5] = ord(" ")
+    rows[0, :30:10] = ord("\n")
     rows[2, 9] = EOS_ID
     rows[2, 20] = BOS_ID
     rows[2, 33:36] = PAD_ID
@@ -67,6 +68,7 @@ FAST = (
     "no engram",
     "no coda",
     "byte window",
+    "contexts of every kind",
 )
 
 

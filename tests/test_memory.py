@@ -18,11 +18,11 @@ def context_of(name: str, document: list[int], t: int) -> list[int] | None:
     word = {*b"ABC"}
     past = document[t::-1]
     ends = [k - 1 for k in range(t) if past[k] not in word and past[k + 1] in word and k < 31]
-    newlines = [k for k in range(t + 1) if past[k] == ord("\n")] + [255, 255]
+    newlines = [k for k in range(t + 1) if past[k] == ord("\n")]
     first, _, last = name.removeprefix("word").rpartition("-")
     added = []
     if name == "above":
-        start = max(newlines[1] - newlines[0] - 2, 0)
+        start = max(newlines[1] - newlines[0] - 2, 0) if len(newlines) > 1 else 0
         stop = start + 3
         added = past[:1]
     elif name.startswith("word"):
