@@ -652,12 +652,6 @@ def nats(model, context: list[int], ids: list[int]) -> float:
     return torch.nn.functional.cross_entropy(logits, torch.tensor(ids), reduction="sum").item()
 
 
-DOCUMENTS = [
-    dict(text=text, choices=["abc", "hg", "d ef"], gold=1)
-    for text in ("abc def gh", "é漢🕸", "dd e")
-]
-
-
 def test_lm_evaluation_harness_measures_bits_per_byte(exported, model, tmp_path):
     pytest.importorskip("lm_eval")
     from lm_eval import simple_evaluate

@@ -142,13 +142,12 @@ LOGGED = (
     "precision",
     "expert backend grouped",
     "optimizer muon",
-    "step 20/20",
     "bytes/s",
     "bytes/segment",
     "loops",
     "balance",
     "GB",
-    "ETA",
+    "next: python sample.py checkpoints/mock",
 )
 
 
@@ -157,6 +156,7 @@ def test_smoke_run_learns_and_leaves_a_checkpoint_and_metrics(tmp_path, processe
     done = command(*argv, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert [words for words in LOGGED if words not in done.stderr] == []
+    assert re.search(r"step 20/20 .* ETA 0.0 seconds", done.stderr)
     directory = tmp_path / "checkpoints" / "mock"
     assert (directory / "spider-step20.pt").exists()
     assert not find_checkpoints(tmp_path / "checkpoints")

@@ -30,7 +30,7 @@ from spider import machine
 from spider.common import UsageError
 from spider.config import PRESETS
 from spider.fp8 import convert_to_fp8
-from spider.machine import resolve_compile, resolve_precision
+from spider.machine import resolve_compile
 from spider.optim import Optimizers
 from spider.packing import Packing
 from spider_model import Spider
@@ -232,30 +232,11 @@ def gpu(monkeypatch):
 
     def pretend(capability=(9, 0), obstacle=None):
         monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: capability)
-        monkeypatch.setattr(
-            "torch.cuda.is_bf16_supported",
-            lambda including_emulation=True: including_emulation or capability >= (8, 0),
-        )
+        monkeypatch.setattr("torch.cuda.is_bf16_supported", lambda **_: True)
         monkeypatch.setattr(machine, "obstacle_to_compile", lambda device: obstacle)
         return torch.device("cuda")
 
     return pretend
-
-
-@pytest.mark.parametrize(
-    "capability, precision", (((7, 5), "fp32"), ((8, 0), "bf16"), ((9, 0), "bf16")), ids=str
-)
-def test_auto_compiles_on_a_gpu_and_takes_bf16_where_the_hardware_has_it(
-    gpu, capability, precision
-):
-    device = gpu(capability)
-    assert resolve_compile("auto", device)[0]
-    assert resolve_precision("auto", device)[0] == precision
-    if capability > (8, 9):
-        assert resolve_precision("fp8", device)[0] == "fp8"
-    else:
-        with pytest.raises(UsageError, match="--precision fp8"):
-            resolve_precision("fp8", device)
 
 
 def test_compilation_that_fails_is_an_error_under_on_and_a_reason_under_auto(gpu):
@@ -263,7 +244,8 @@ def test_compilation_that_fails_is_an_error_under_on_and_a_reason_under_auto(gpu
     assert resolve_compile("auto", device) == (False, "there is no Triton")
     with pytest.raises(UsageError, match="--compile: there is no Triton; or use --compile off"):
         resolve_compile("on", device)
-    gpu()
+    for capability in ((7, 5), (9, 0)):
+        assert resolve_compile("auto", gpu(capability))[0]
     assert not resolve_compile("auto", CPU)[0]
     assert resolve_compile("on", CPU)[0]
 

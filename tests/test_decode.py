@@ -180,13 +180,6 @@ def test_samples_of_one_prompt_differ_by_the_generator_alone_and_end_apart():
         assert set(row[length:]) <= {None}
 
 
-def test_greedy_samples_of_one_prompt_are_all_the_same():
-    model = halting_model()
-    (alone,) = samples(model, 1, 12, temperature=0)
-    assert len(alone) == 12
-    assert samples(model, 3, 12, temperature=0) == [alone] * 3
-
-
 def test_draws_follow_temperature_top_k_and_top_p_and_never_take_a_sentinel():
     logits = torch.full((4000, 272), -50.0)
     logits[:, [65, 66, 67, EOS_ID]] = torch.tensor([0.5, 0.3, 0.15, 0.05]).log()

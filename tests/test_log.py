@@ -7,7 +7,7 @@ import pytest
 
 import data
 import train
-from conftest import SMALL, metrics, run_flags, settled, world_of
+from conftest import SMALL, run_flags, settled, world_of
 from spider import log
 from spider.plan import with_minutes
 from spider.run import RunProgress
@@ -60,15 +60,6 @@ def test_the_log_leaves_what_minutes_chose_out_of_the_recipes_values():
 
 def logged_steps(log: str) -> list[int]:
     return [int(step) for step in re.findall(r"step (\d+)/\d+ .*\| loss ", log)]
-
-
-def test_metrics_have_every_step_and_the_log_ends_with_the_next_command(train_small, new_log):
-    directory = train_small("--log_every 4 --eval_every 0", steps=10)
-    log = new_log()
-    assert logged_steps(log) == [1, 4, 8, 10]
-    assert [line["step"] for line in metrics(directory)] == [*range(1, 11)]
-    assert re.search(r"step 10/10 .* ETA 0.0 seconds", log)
-    assert f"next: python sample.py {directory}" in log
 
 
 def test_by_default_a_run_logs_about_a_hundred_lines_and_one_a_minute(

@@ -105,7 +105,13 @@ def test_a_precision_that_a_gpu_lacks_is_refused_with_one_that_it_has(monkeypatc
     for precision, remedy in (("bf16", "fp32"), ("fp8", "auto")):
         with pytest.raises(UsageError, match=f"--precision {precision}: .*--precision {remedy}"):
             machine.resolve_precision(precision, gpu)
+    monkeypatch.setattr("torch.cuda.is_bf16_supported", lambda **_: True)
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda _: (8, 0))
+    assert machine.resolve_precision("auto", gpu)[0] == "bf16"
+    with pytest.raises(UsageError, match="--precision fp8"):
+        machine.resolve_precision("fp8", gpu)
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda _: (8, 9))
+    assert machine.resolve_precision("auto", gpu)[0] == "bf16"
     assert machine.resolve_precision("fp8", gpu)[0] == "fp8"
 
 

@@ -9,33 +9,17 @@ import pytest
 import torch
 
 from conftest import awake, has_lookups, lookups_of, small_config, text
-from data import Batch
 from jobs import run_ranks
 from spider.distributed import UNSHARDED, ShardedParameter
 from spider.memory import EngramTable
 from spider.muon_ranks import MatrixAssignment
-from spider.optim import Muon, Optimizers, RowwiseAdagrad, kinds_of
+from spider.optim import Optimizers, RowwiseAdagrad, kinds_of
 from spider.state import load_optimizers
+from test_train import random_batch
 from train import StepSettings, accumulate, train_step
-
-
-def batch_of(rows: int) -> list[Batch]:
-    return [Batch.of(text(rows, 32, seed=1), text(rows, 32, seed=2), 0)]
-
 
 # --------------------------------------------------------------------------------------------------
 # Muon
-
-
-@pytest.mark.parametrize("shape", ((24, 32), (3, 24, 32)))
-def test_muon_at_a_rate_of_zero_changes_only_the_momentum(shape):
-    p = torch.nn.Parameter(torch.randn(shape))
-    before = p.detach().clone()
-    p.grad = torch.randn(shape)
-    optimizer = Muon([p], lr=0.0, momentum=0.95, weight_decay=0.1)
-    optimizer.step()
-    assert torch.equal(p.detach(), before)
-    torch.testing.assert_close(optimizer.state[p]["momentum_buffer"], 0.05 * p.grad)
 
 
 @pytest.mark.parametrize(
@@ -68,18 +52,18 @@ def test_muon_keeps_idle_experts_and_adapters_of_unused_loops(backend, dtype):
                 found[name, i] = (p[i].detach().clone(), momentum[i].clone())
         return found
 
-    train_step(model, optimizers, batch_of(4), StepSettings(n_loops=3))
+    train_step(model, optimizers, random_batch(4), StepSettings(n_loops=3))
     before = matrices()
     assert all(momentum.any() for _, momentum in before.values())
     moe.expert_bias[1] = -100
     for _ in range(2):
-        train_step(model, optimizers, batch_of(4), StepSettings(n_loops=2))
+        train_step(model, optimizers, random_batch(4), StepSettings(n_loops=2))
     after = matrices()
     for key, (weight, momentum) in before.items():
         assert torch.equal(weight, after[key][0]) == (key in idle), key
         assert torch.equal(momentum, after[key][1]) == (key in idle), key
     moe.expert_bias[1] = 0
-    train_step(model, optimizers, batch_of(4), StepSettings(n_loops=3))
+    train_step(model, optimizers, random_batch(4), StepSettings(n_loops=3))
     for key, (weight, _) in matrices().items():
         assert not torch.equal(weight, after[key][0]), key
 
@@ -149,7 +133,7 @@ def test_gathered_rows_are_forgotten_however_a_step_ends_and_are_never_saved():
     optimizers = Optimizers(model, "adamw")
 
     def gather():
-        accumulate(model, batch_of(2), settings)
+        accumulate(model, random_batch(2), settings)
         assert all(has_lookups(table) and table.weight.grad is None for table in tables)
         assert model.state_dict().keys() == keys
         assert not optimizers.by_name["engram"].state
@@ -159,7 +143,7 @@ def test_gathered_rows_are_forgotten_however_a_step_ends_and_are_never_saved():
         forget()
         assert not any(map(has_lookups, tables))
     model.prelude[0].ffn.down_proj.weight.data[0, 0] = math.nan
-    assert train_step(model, optimizers, batch_of(2), settings)[0]["skipped"]
+    assert train_step(model, optimizers, random_batch(2), settings)[0]["skipped"]
     assert not any(has_lookups(table) or table.weight.isnan().any() for table in tables)
     gather()
     model.to("meta").to_empty(device="cpu").init_weights()
@@ -202,7 +186,7 @@ def test_tables_learn_alone_where_all_else_is_frozen():
     for weight in tables:
         weight.requires_grad_(True)
     before = [weight.clone() for weight in tables]
-    metrics, _ = train_step(model, Optimizers(model), batch_of(2), StepSettings(n_loops=2))
+    metrics, _ = train_step(model, Optimizers(model), random_batch(2), StepSettings(n_loops=2))
     assert metrics["grad_norm"] == 0
     assert not any(map(torch.equal, before, tables))
 

@@ -13,7 +13,6 @@ import pytest
 import torch
 
 import tile_moe
-from conftest import settled
 from spider.common import UsageError
 from spider.config import SpiderConfig
 from spider.kernel_checks import find_wrong
@@ -278,9 +277,3 @@ def test_fp8_experts_are_refused_on_a_gpu_without_a_grouped_fp8_product(machine)
     machine.capability = (12, 0)
     with pytest.raises(UsageError, match="^--fp8_experts: .*sm_90"):
         check_fp8_experts("fp8", GPU, SpiderConfig())
-
-
-@pytest.mark.parametrize("flags", ("--model small --precision fp8", "--precision bf16"))
-def test_fp8_experts_are_refused_without_experts_or_without_fp8(flags):
-    with pytest.raises(UsageError, match="^--fp8_experts"):
-        settled(*flags.split(), "--fp8_experts")
