@@ -31,6 +31,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import data
+import sample
 import train
 from spider import curves, estimate
 from spider.checkpoint import find_checkpoints
@@ -125,6 +126,22 @@ def small_config(**changes) -> SpiderConfig:
         engram_byte_dim=8,
     )
     return SpiderConfig(**(sizes | changes))
+
+
+def on_meta(config: SpiderConfig) -> Spider:
+    """Build a model without values, of any size."""
+    with torch.device("meta"):
+        return Spider(config)
+
+
+def tables_of(model: Spider) -> list[EngramTable]:
+    """Return a model's Engram tables."""
+    return [module for module in model.modules() if isinstance(module, EngramTable)]
+
+
+def weights_of(model) -> dict[str, torch.Tensor]:
+    """Copy the weights and buffers of a model."""
+    return {key: value.clone() for key, value in model.state_dict().items()}
 
 
 # Parameters that initialization sets to zero, so that a component adds nothing at first.
@@ -229,6 +246,18 @@ def code_blocks(page: str) -> list[str]:
     return re.findall(r"```python\n(.*?)```", (ROOT / "docs" / page).read_text(), re.DOTALL)
 
 
+def run_python(code: str, *words, cwd=ROOT, **environ) -> subprocess.CompletedProcess:
+    """Run Python code in a process of its own, which can import the project."""
+    return subprocess.run(
+        [sys.executable, "-c", code, *map(str, words)],
+        cwd=cwd,
+        text=True,
+        capture_output=True,
+        timeout=600,
+        env=os.environ | dict(PYTHONPATH=str(ROOT)) | environ,
+    )
+
+
 MEASURED = """
 import atexit, re
 atexit.register(lambda: print(re.search(r"VmHWM:\\s+(\\d+)", open("/proc/self/status").read())[1]))
@@ -238,9 +267,7 @@ atexit.register(lambda: print(re.search(r"VmHWM:\\s+(\\d+)", open("/proc/self/st
 def measured(code: str, *argv) -> tuple[subprocess.CompletedProcess, int]:
     """Run Python code in a process of its own; return it and its peak memory in kB. getrusage would
     count this process's memory, too."""
-    done = subprocess.run(
-        [sys.executable, "-c", MEASURED + code, *argv], cwd=ROOT, text=True, capture_output=True
-    )
+    done = run_python(MEASURED + code, *argv)
     return done, int(done.stdout.split()[-1])
 
 
@@ -255,6 +282,12 @@ SMALL = ",".join(
     core_loss_weight=0
     """.split()
 )
+
+
+@pytest.fixture
+def in_tmp_path(tmp_path, monkeypatch):
+    """Give a test's relative paths a directory of its own."""
+    monkeypatch.chdir(tmp_path)
 
 
 @pytest.fixture
@@ -393,6 +426,18 @@ def losses(monkeypatch):
     )
 
 
+@pytest.fixture
+def figures(tmp_path):
+    """Run sample.py --eval; return what it writes to --json."""
+
+    def evaluate(*argv) -> list[dict]:
+        out = tmp_path / "out.json"
+        assert sample.main([*map(str, argv), "--json", str(out)]) == 0
+        return json.loads(out.read_text())
+
+    return evaluate
+
+
 def refused(argv, capsys, status=2, program="train.py", main=command_line) -> str:
     """Run a command that fails; return the last line on stderr, which is its only error. Nothing is
     printed on stdout."""
@@ -413,6 +458,11 @@ def final_state(directory):
 def last_step(directory) -> int:
     """Return the step of a run's last checkpoint."""
     return final_state(directory)["step"]
+
+
+def saved_steps(directory) -> list[int]:
+    """Return the steps of a run's good checkpoints."""
+    return [checkpoint.step for checkpoint in find_checkpoints(directory)]
 
 
 def without_clock(line: dict) -> dict:

@@ -147,7 +147,7 @@ def run_ranks(processes, work, ranks: int, shards: int) -> list[int]:
     return [process.exitcode for process in forked]
 
 
-def run_as_rank(rank, ranks, ports, argvs, faults, directory, environ, stdout, log):
+def run_as_rank(rank, ranks, ports, argvs, faults, directory, environ, log):
     """Run command lines in this process, as a rank.
 
     ports: one for each command line. faults: (fault, rank, argument)."""
@@ -155,7 +155,7 @@ def run_as_rank(rank, ranks, ports, argvs, faults, directory, environ, stdout, l
         os.environ.pop(name.upper(), None)
     os.environ |= environ
     os.chdir(directory)
-    sys.stdout = open(stdout, "w")
+    sys.stdout = open(os.devnull, "w")
     sys.stderr = open(log, "a", buffering=1)
     os.dup2(sys.stderr.fileno(), 2)
     do_nothing_slow()
@@ -169,7 +169,6 @@ def run_as_rank(rank, ranks, ports, argvs, faults, directory, environ, stdout, l
         status = command_line(argv)
     if torch.distributed.is_initialized():
         print(IN_GROUP, file=sys.stderr)
-    sys.stdout.flush()
     sys.exit(status)
 
 
@@ -178,9 +177,7 @@ class Job:
 
     def __init__(self, processes, directory, ranks, *argvs, faults=(), **environ):
         self.reserved = [reserve_port() for _ in argvs]
-        name = f".job-{time.monotonic_ns()}"
-        self.stdout = directory / f"{name}.out"
-        self.log = directory / f"{name}.log"
+        self.log = directory / f".job-{time.monotonic_ns()}.log"
         settings = dict(
             ranks=ranks,
             ports=[reserved.getsockname()[1] for reserved in self.reserved],
@@ -188,7 +185,6 @@ class Job:
             faults=faults,
             directory=directory,
             environ=environ,
-            stdout=self.stdout,
             log=self.log,
         )
         self.ranks = [
@@ -218,14 +214,11 @@ class Job:
         return [process.exitcode for process in self.ranks], self.log_so_far()
 
 
-def forked(processes, directory, *argv, **options) -> tuple[int, str, str]:
-    """Run train.py in a forked process; return its status, stdout and log."""
+def forked(processes, directory, *argv, **options) -> tuple[int, str]:
+    """Run train.py in a forked process; return its status and log."""
     job = Job(processes, directory, 1, [*map(str, argv)], **options)
     (status,), log = job.end()
-    out = job.stdout.read_text() if job.stdout.exists() else ""
-    for path in (job.stdout, job.log):
-        path.unlink(missing_ok=True)
-    return status, out, log
+    return status, log
 
 
 def runs_alone(argv):

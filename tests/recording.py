@@ -2,7 +2,6 @@
 change, its files, its log. torch's hooks do this; no function of the product is replaced."""
 
 import io
-import json
 from collections import defaultdict
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field
@@ -18,7 +17,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from conftest import lookups_of
+from conftest import lookups_of, metrics
 from spider.checkpoint import checkpoint_path
 from spider_model import Spider
 from train import command_line
@@ -77,8 +76,7 @@ class Recording:
     @property
     def lines(self) -> list[dict]:
         """The lines of metrics.jsonl."""
-        text = (self.directory / "metrics.jsonl").read_text()
-        return [json.loads(line) for line in text.splitlines()]
+        return metrics(self.directory, clock=True)
 
     def column(self, name: str) -> list:
         """Return a number of every line of metrics.jsonl that has it."""

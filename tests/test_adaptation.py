@@ -1,15 +1,14 @@
 """Adaptation: weights learn from what was read, each byte scored before; `sample.py --eval FILE
 --adapt`."""
 
-import json
 import shutil
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
 
-import sample
-from conftest import assert_same, lookups_of, metrics, run
+from conftest import assert_same, lookups_of, metrics, run, tables_of, weights_of
 from preparing import stream
 from spider.common import CheckpointError
 from spider.inference import (
@@ -125,11 +124,10 @@ def test_a_step_is_that_of_training_for_tables_and_adamw_for_other_weights(check
 
     adaptation = adaptation_of(checkpoint)
     before = tables(adaptation)
-    weights = {name: p.detach().clone() for name, p in adaptation.model.named_parameters()}
+    weights = weights_of(adaptation.model)
     read(adaptation, ids)
 
-    with_gradient = [module for module in model.modules() if isinstance(module, EngramTable)]
-    for table, old, new in zip(with_gradient, before, tables(adaptation), strict=True):
+    for table, old, new in zip(tables_of(model), before, tables(adaptation), strict=True):
         weight, total = old
         row, grad = lookups_of(table)
         grad = torch.zeros_like(weight).index_add(0, row, grad)
@@ -184,15 +182,8 @@ def test_adaptation_needs_tables_and_their_accumulators(checkpoint):
 
 
 @pytest.fixture
-def figures(tmp_path):
-    """Run sample.py --eval in fp32 and return what it writes to --json."""
-
-    def evaluate(*argv) -> list[dict]:
-        out = tmp_path / "out.json"
-        assert sample.main([*map(str, argv), "--json", str(out), "--precision", "fp32"]) == 0
-        return json.loads(out.read_text())
-
-    return evaluate
+def figures(figures):
+    return partial(figures, "--precision", "fp32")
 
 
 def test_eval_adapts_to_each_text_from_the_checkpoints_weights(trained, tmp_path, figures):

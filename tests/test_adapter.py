@@ -13,7 +13,7 @@ import transformers
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from conftest import ROOT, awake, gradients, small_config, text
+from conftest import ROOT, awake, gradients, small_config, text, weights_of
 from exporting import checkpoint, exported, load_model, load_tokenizer, model, spider, tokenizer
 from tokenizer import BOS_ID, EOS_ID, PAD_ID, decode, encode
 
@@ -474,7 +474,7 @@ def test_lora_trains_saves_and_loads_by_the_standard_task_type(
 ):
     peft = pytest.importorskip("peft")
     base = load_model(exported)
-    before = {name: p.clone() for name, p in base.named_parameters()}
+    before = weights_of(base)
     settings = peft.LoraConfig(task_type="CAUSAL_LM", target_modules=targets, r=4)
     lora = peft.get_peft_model(base, settings)
     ids = torch.tensor([[*b"abcdefgh" * 4]] * 8)

@@ -10,6 +10,7 @@ import torch
 import bench
 import train
 from conftest import SMALL as SIZES
+from conftest import weights_of
 from spider import machine, optim
 from spider_model import Spider
 
@@ -54,7 +55,7 @@ def test_a_failing_section_does_not_end_the_others_but_an_unusable_gpu_does(monk
 def test_a_step_is_a_whole_one_and_leaves_the_weights_as_they_were(monkeypatch):
     b = bench.Bench(SMALL_1B)
     step = bench.Step(b, b.plan())
-    before = {name: p.clone() for name, p in step.model.named_parameters()}
+    before = weights_of(step.model)
     orthogonalize = optim.orthogonalize
     counts = []
 

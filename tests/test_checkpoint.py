@@ -26,6 +26,7 @@ from conftest import (
     refused,
     run,
     run_flags,
+    saved_steps,
 )
 from jobs import file_limit, forked
 from spider import checkpoint, state
@@ -35,7 +36,6 @@ from spider.checkpoint import (
     SavedCheckpoint,
     best_checkpoint,
     check_weights,
-    find_checkpoints,
     good_checkpoints,
     load_checkpoint,
     load_origin,
@@ -64,11 +64,6 @@ def trained_by(tmp_path_factory) -> dict[str, tuple[dict, Spider, Optimizers]]:
         model = Spider(SpiderConfig.from_saved(saved["cfg"]))
         found[name] = saved, model, Optimizers(model, name)
     return found
-
-
-def steps_in(directory) -> list[int]:
-    """Steps of the good checkpoints of a directory."""
-    return [one.step for one in find_checkpoints(directory)]
 
 
 def steps_in_names(directory) -> list[int]:
@@ -641,7 +636,7 @@ def test_full_disk_is_one_line_and_a_later_save_succeeds(tmp_path, shards, monke
     run(tmp_path, shards, "--ckpt_every", "4", "--keep_last", "9", steps=8)
     assert capsys.readouterr().err.count("No space left on device") == 1
     assert steps == [4, 8]
-    assert steps_in(directory) == [2, 8]
+    assert saved_steps(directory) == [2, 8]
 
 
 def test_disk_that_stays_full_ends_in_status_2_and_keeps_older_checkpoints(
@@ -651,7 +646,7 @@ def test_disk_that_stays_full_ends_in_status_2_and_keeps_older_checkpoints(
     directory = run(tmp_path, shards, *NO_EVAL, steps=2)
     before = (directory / "spider-step2.pt").read_bytes()
     argv = run_flags(shards, directory, "--ckpt_every", "4", *NO_EVAL, steps=6)
-    status, _, log = forked(processes, tmp_path, *argv, faults=[(file_limit, 0, 100_000)])
+    status, log = forked(processes, tmp_path, *argv, faults=[(file_limit, 0, 100_000)])
     assert status == 2
     assert "resumes from the newest checkpoint there" in log.splitlines()[-1]
     (line,) = [line for line in log.splitlines() if "CHECKPOINT NOT SAVED" in line][:1]
@@ -701,7 +696,7 @@ def test_damaged_checkpoint_of_a_later_step_does_not_count_as_kept(tmp_path, sha
     middle = len(content) // 2
     content[middle : middle + 100] = bytes(100)
     (directory / "spider-step2.pt").write_bytes(content)
-    assert steps_in(directory) == [1, 2]
+    assert saved_steps(directory) == [1, 2]
     run(tmp_path, shards, "--ckpt_every", "3", *NO_EVAL, steps=3)
     assert steps_in_names(directory) == [1, 2, 3]
 
@@ -722,7 +717,7 @@ def test_renamed_checkpoint_is_skipped(tmp_path, shards, capsys):
     content = (directory / "spider-step2.pt").read_bytes()
     for name in ("spider-step1.pt", "spider-step9.pt", "spider-step2-mine.pt"):
         (directory / name).write_bytes(content)
-    assert steps_in(directory) == [2, 4]
+    assert saved_steps(directory) == [2, 4]
     path, _ = next(good_checkpoints(directory))
     assert path == directory / "spider-step4.pt"
     (directory / "spider-step2-mine.pt").unlink()

@@ -1,6 +1,5 @@
 """The command line as users meet it: help, start, smoke run, dry run, errors of one line."""
 
-import os
 import re
 import signal
 import subprocess
@@ -13,23 +12,10 @@ import numpy as np
 import pytest
 
 import train
-from conftest import ROOT, SMALL, contents, has_fp8, metrics, refused, run_flags
+from conftest import ROOT, SMALL, contents, has_fp8, metrics, refused, run_flags, run_python
 from jobs import command, forked
 from spider import machine
 from spider.checkpoint import find_checkpoints
-
-
-def run_python(code: str, flags: str = "", cwd=ROOT, **environ) -> subprocess.CompletedProcess:
-    """Run Python code with a command line in a process of its own."""
-    return subprocess.run(
-        [sys.executable, "-c", code, *flags.split()],
-        cwd=cwd,
-        text=True,
-        capture_output=True,
-        timeout=600,
-        env=os.environ | environ,
-    )
-
 
 # --------------------------------------------------------------------------------------------------
 # The start
@@ -81,7 +67,9 @@ def test_an_installation_is_found_from_a_directory_that_holds_a_folder_called_da
 def test_help_has_the_defaults_of_the_recipe_without_importing_torch(
     flags, environ, recipe, defaults
 ):
-    done = run_python(EXIT_AT_IMPORT + TRAIN_UNTIL_IMPORT, f"{flags} --help", PATH="", **environ)
+    done = run_python(
+        EXIT_AT_IMPORT + TRAIN_UNTIL_IMPORT, *flags.split(), "--help", PATH="", **environ
+    )
     assert done.returncode == 0 and done.stderr == ""
     words = " ".join(done.stdout.split())
     assert f"defaults below are those of --model {recipe}." in words
@@ -93,7 +81,7 @@ def test_help_has_the_defaults_of_the_recipe_without_importing_torch(
 
 
 def test_first_line_of_a_good_command_comes_before_torch_is_imported():
-    done = run_python(EXIT_AT_IMPORT + TRAIN_UNTIL_IMPORT, "--max_steps 1")
+    done = run_python(EXIT_AT_IMPORT + TRAIN_UNTIL_IMPORT, "--max_steps=1")
     assert done.stderr.splitlines() == ["train.py: starting", "imports numpy"]
 
 
@@ -172,7 +160,7 @@ def test_smoke_run_learns_and_leaves_a_checkpoint_and_metrics(tmp_path, processe
     assert "val_bpb" in lines[-1]
     assert lines[-1]["loss"] < lines[0]["loss"] - 0.5
 
-    status, _, log = forked(processes, tmp_path, *argv)
+    status, log = forked(processes, tmp_path, *argv)
     assert status == 0 and "done: step 20" in log
     assert "| loss" not in log  # nothing was left to do
 
@@ -235,7 +223,7 @@ def test_dry_run_of_the_1b_model_prints_everything_and_takes_little_memory(tmp_p
     )
     ballast = np.ones(125_000_000)
     flags = "--model=1b --dry_run --mock_data --device=cpu --precision=fp8"
-    done = run_python(code, flags, cwd=tmp_path, PYTHONPATH=str(ROOT))
+    done = run_python(code, *flags.split(), cwd=tmp_path)
     assert machine.peak_memory(train.torch.device("cpu")) > ballast.nbytes / 1e9
     *_, run_line, verdict, peak = done.stdout.splitlines()
     assert verdict.startswith("verdict: "), done.stderr

@@ -7,7 +7,6 @@ import os
 import re
 import resource
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 
@@ -18,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import sample
-from conftest import ROOT
+from conftest import run_python
 from data import (
     BLOCK,
     Batch,
@@ -35,12 +34,6 @@ from spider import common
 from spider.common import LIMITS
 from spider.packing import longest_bound
 from tokenizer import BOS_ID, EOS_ID, PAD_ID, VOCAB_SIZE
-
-
-@pytest.fixture
-def in_tmp_path(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-
 
 # --------------------------------------------------------------------------------------------------
 # Order
@@ -202,8 +195,7 @@ Feed(Slow(), None, 0, torch.device("cpu"), 0, 0)
 
 
 def test_process_that_ends_while_a_step_is_fetched_succeeds():
-    command = [sys.executable, "-c", FETCH_AT_THE_END]
-    done = subprocess.run(command, cwd=ROOT, text=True, capture_output=True)
+    done = run_python(FETCH_AT_THE_END)
     assert (done.returncode, done.stderr) == (0, "")
 
 

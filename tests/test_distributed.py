@@ -13,7 +13,16 @@ import pytest
 import torch
 
 from collectives import Collective, disagreements, record_to_file, recorded
-from conftest import SMALL, assert_same_runs, final_state, make_shards, metrics, refused, run_flags
+from conftest import (
+    SMALL,
+    assert_same_runs,
+    final_state,
+    make_shards,
+    metrics,
+    refused,
+    run_flags,
+    saved_steps,
+)
 from jobs import (
     IN_GROUP,
     LIMIT,
@@ -34,7 +43,6 @@ from jobs import (
     workers,
 )
 from spider import optim
-from spider.checkpoint import find_checkpoints
 from spider.common import SpiderError, WorldError
 from spider.distributed import World
 
@@ -524,7 +532,7 @@ def test_full_disk_on_rank_0_stops_no_rank_and_at_the_end_is_one_line(
     found, log = job.end()
     assert found == statuses, log
     assert "CHECKPOINT NOT SAVED" in log
-    assert [one.step for one in find_checkpoints(tmp_path / "run")] == saved
+    assert saved_steps(tmp_path / "run") == saved
     assert len(last_lines(log)) == (0 if saved else 1), log
     assert ("make room" in log) == (not saved)
 

@@ -22,7 +22,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import train
-from conftest import SMALL, contents, refused, run_flags, settled, small_config, text, world_of
+from conftest import (
+    SMALL,
+    contents,
+    on_meta,
+    refused,
+    run_flags,
+    settled,
+    small_config,
+    text,
+    world_of,
+)
 from data import Batch, Feed, Loader, mock_source, open_data
 from jobs import command
 from spider import estimate, machine
@@ -361,9 +371,7 @@ def test_the_gradient_of_q_in_fp32_takes_a_mebibyte_per_document_beyond_the_byte
     ids.tofile(tmp_path / "train-0.bin")
     flags = f"--model 1b --seq_len {length} --micro_batch {sequences} --precision bf16"
     plan = settled(*flags.split(), sources=open_data(str(tmp_path)))
-    with torch.device("meta"):
-        model = Spider(plan.config)
-    memory = estimate_memory(model, plan, "nothing", world_of("cuda"))
+    memory = estimate_memory(on_meta(plan.config), plan, "nothing", world_of("cuda"))
     size = memory["attention's backward pass"]
     assert size == pytest.approx((sequences * length + 128 * documents) * 16 * 128 * 4, rel=1e-3)
     assert size == pytest.approx(expected, rel=0.01)
@@ -408,8 +416,7 @@ def test_lookups_of_an_engram_table_take_less_than_is_estimated_however_many():
 def test_fp8_halves_the_flops_of_the_products_that_it_converts_and_no_others():
     """At 2 bytes per segment and 3 loops, a core layer runs 1.5 times per byte."""
     c = small_config(n_routed_experts=4, n_experts_per_tok=2)
-    with torch.device("meta"):
-        model = Spider(c)
+    model = on_meta(c)
     cost = partial(estimate.flops_per_byte, model, 2.0, 3, 64)
     gate = "prelude.0.ffn.gate_up_proj.weight"
     assert cost() - cost([gate]) == 3 * model.get_parameter(gate).numel()
@@ -426,8 +433,7 @@ def test_flops_count_what_each_loop_reads_of_routers_and_adapters(setting, more)
     per segment and 3 loops, 1.5 times per byte."""
     settings = dict(n_routed_experts=4, n_experts_per_tok=2, n_recurrent_layers=1, engram_layers=())
     small = small_config(**settings, n_loops=2, lora_rank=4)
-    with torch.device("meta"):
-        models = [Spider(small), Spider(small.changed(setting))]
+    models = [on_meta(small), on_meta(small.changed(setting))]
     costs = [estimate.flops_per_byte(model, 2.0, 3, 64) for model in models]
     assert costs[1] - costs[0] == 6 * 1.5 * more
 

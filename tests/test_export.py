@@ -4,8 +4,6 @@ without trust."""
 import json
 import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,7 +12,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 import sample
-from conftest import ROOT, final_state, refused, text
+from conftest import ROOT, final_state, refused, run_python, text
 from exporting import (
     checkpoint,
     exported,
@@ -70,18 +68,6 @@ def test_a_loaded_export_runs_the_code_beside_it(exported, model):
     assert type(model.spider).__module__ == adapter.replace("modeling_spider", "spider_model")
 
 
-def run_script(script: str, *arguments, cwd) -> subprocess.CompletedProcess:
-    """Run a Python program in another process, which must succeed."""
-    done = subprocess.run(
-        [sys.executable, "-c", script, *map(str, arguments)],
-        cwd=cwd,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    return done
-
-
 # A program in which some modules cannot be imported
 WITHOUT = """
 import sys
@@ -107,7 +93,8 @@ inputs = tokenizer("abc def", return_tensors="pt")
 torch.save(model(**inputs).logits, sys.argv[2])
 """
     out = tmp_path / "logits.pt"
-    done = run_script(WITHOUT.format(names=ours) + script, exported, out, cwd=tmp_path)
+    done = run_python(WITHOUT.format(names=ours) + script, exported, out, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
     assert "torchao" not in done.stderr and "Failed to load" not in done.stderr
     with torch.no_grad():
         expected = spider(torch.tensor([list(b"abc def")]), n_loops=3).logits
@@ -137,7 +124,8 @@ inputs = tokenizer("abc def", return_tensors="pt")
 print(model.generate(**inputs, max_new_tokens=9, do_sample=False)[0].tolist())
 """
     program = imports + WITHOUT.format(names=UNIX_ONLY) + script
-    done = run_script(program, exported, cwd=tmp_path)
+    done = run_python(program, exported, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
     prompt = list(b"abc def")
     written = json.loads(done.stdout.splitlines()[-1])[len(prompt) :]
     expected = list(spider.generate(prompt, 9, temperature=0, n_loops=3))
@@ -320,17 +308,15 @@ def test_a_run_starts_with_the_weights_of_an_export_and_can_be_resumed(
     assert final_state(tmp_path / "resumed")["step"] == 3
 
 
-def test_an_export_is_scored_like_its_checkpoint(exported, checkpoint, tmp_path):
+def test_an_export_is_scored_like_its_checkpoint(exported, checkpoint, tmp_path, figures):
     (tmp_path / "text").write_bytes(b"abc def gh " * 20)
-    texts = [str(checkpoint.parent.parent / "data"), str(tmp_path / "text")]
-    out = tmp_path / "figures.json"
-    origins = map(str, (checkpoint, exported, exported / "model.safetensors"))
-    assert sample.main([*origins, "--eval", *texts, "--json", str(out)]) == 0
-    figures = json.loads(out.read_text())
-    for figure in figures:
+    texts = (checkpoint.parent.parent / "data", tmp_path / "text")
+    origins = (checkpoint, exported, exported / "model.safetensors")
+    found = figures(*origins, "--eval", *texts)
+    for figure in found:
         del figure["checkpoint"]
         assert (figure["seq_len"], figure["n_loops"]) == (32, 3)
-    assert figures[:2] == figures[2:4] == figures[4:]
+    assert found[:2] == found[2:4] == found[4:]
 
 
 def test_nothing_of_an_export_is_executed_or_read_but_config_and_weights(exported, tmp_path):

@@ -15,15 +15,10 @@ from spider import common, inputs
 datasets = pytest.importorskip("datasets", reason='needs the extra: pip install -e ".[data]"')
 pyarrow = pytest.importorskip("pyarrow")
 ipc = pytest.importorskip("pyarrow.ipc")
+pytestmark = pytest.mark.usefixtures("in_tmp_path")
 TEXTS = [f'row {i} \u00e4\u4e2d, "quoted"\n' for i in range(300)]
 TEXTS += ["", "NA", "0017", "2020-01-01", "null"]
 JSON_LINES = "".join(json.dumps(dict(text=text)) + "\n" for text in TEXTS)
-
-
-@pytest.fixture(autouse=True)
-def in_tmp_path(tmp_path, monkeypatch):
-    """Every test has a directory of its own for its relative paths."""
-    monkeypatch.chdir(tmp_path)
 
 
 @pytest.fixture

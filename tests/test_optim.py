@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from conftest import awake, has_lookups, lookups_of, small_config, text
+from conftest import awake, has_lookups, lookups_of, small_config, tables_of, text, weights_of
 from jobs import run_ranks
 from spider.distributed import UNSHARDED, ShardedParameter
 from spider.memory import EngramTable
@@ -127,7 +127,7 @@ def test_gathered_rows_are_bounded_for_any_number_of_micro_steps():
 
 def test_gathered_rows_are_forgotten_however_a_step_ends_and_are_never_saved():
     model = awake(small_config())
-    tables = [module for module in model.modules() if isinstance(module, EngramTable)]
+    tables = tables_of(model)
     keys = model.state_dict().keys()
     settings = StepSettings(n_loops=2)
     optimizers = Optimizers(model, "adamw")
@@ -181,7 +181,7 @@ def test_tables_that_no_optimizer_of_ours_steps_are_one_warning_a_process(monkey
 
 def test_tables_learn_alone_where_all_else_is_frozen():
     model = awake(small_config())
-    tables = [module.weight for module in model.modules() if isinstance(module, EngramTable)]
+    tables = [table.weight for table in tables_of(model)]
     model.requires_grad_(False)
     for weight in tables:
         weight.requires_grad_(True)
@@ -208,7 +208,7 @@ def test_8_bit_adamw_trains_every_parameter_once_and_tables_at_their_own_rate_wi
     model = awake(small_config())
     optimizers = Optimizers(model, "adamw8bit")
     optimizers.set_lr(0.01, 1.0)
-    tables = {m.weight for m in model.modules() if isinstance(m, EngramTable)}
+    tables = {table.weight for table in tables_of(model)}
     trained = []
     for part in optimizers.by_name.values():
         for group in part.param_groups:
@@ -218,7 +218,7 @@ def test_8_bit_adamw_trains_every_parameter_once_and_tables_at_their_own_rate_wi
                 if p.ndim < 2 or p in tables:
                     assert not group.get("weight_decay", 0)
     assert sorted(map(id, trained)) == sorted(map(id, model.parameters()))
-    before = {key: p.detach().clone() for key, p in model.named_parameters()}
+    before = weights_of(model)
     ids = text(4, 64)
     model(ids, ids, noise_seed=0).loss.backward()
     optimizers.step()

@@ -6,19 +6,12 @@ import pytest
 import torch
 from torch import nn
 
-from conftest import small_config
+from conftest import on_meta, small_config
 from spider import estimate
 from spider.config import PRESETS, SpiderConfig
 from spider.layers import Linear
 from spider.optim import KINDS, kinds_of
 from spider_model import Block, Spider
-
-
-def on_meta(config: SpiderConfig) -> Spider:
-    """Build a model without values, of any size."""
-    with torch.device("meta"):
-        return Spider(config)
-
 
 CONFIGS = {name: SpiderConfig.preset(name) for name in PRESETS} | {
     "small test": small_config(segment_offsets=2),

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import train
-from conftest import final_state, refused, run_flags, settled, world_of
+from conftest import final_state, on_meta, refused, run_flags, settled, world_of
 from data import Loader, mock_source
 from preparing import source
 from spider import machine, plan
@@ -23,7 +23,6 @@ from spider.plan import (
     with_split,
 )
 from spider.run import RunProgress
-from spider_model import Spider
 from tile_moe import KERNELS
 from train import RECIPES, CommandLine, Flags, parse_args
 
@@ -100,7 +99,6 @@ def test_a_resumed_run_of_minutes_keeps_its_horizon(argv, resumes, target_tokens
     "recorded, resume, remedy",
     (
         ({}, None, "started without --minutes: leave --minutes out to continue it"),
-        (dict(minutes=0.03), None, "give --minutes 0.03 to continue it, or name a new --ckpt_dir"),
         (dict(minutes=0.03), "run", "or add --reset_steps and name a new --ckpt_dir"),
     ),
 )
@@ -211,9 +209,7 @@ def of_horizon(argv: str, config=TINY) -> Flags:
     """Return the flags of `tiny` in steps of 4,096 bytes."""
     flags, given, _ = command(argv)
     flags = replace(flags, seq_len=64, n_loops=1, global_batch=4096)
-    with torch.device("meta"):
-        model = Spider(config)
-    return plan.with_horizon(flags, given, RECIPES["tiny"], model)
+    return plan.with_horizon(flags, given, RECIPES["tiny"], on_meta(config))
 
 
 def test_a_horizon_by_flops_or_parameters_is_within_the_bounds_of_its_flag():
@@ -274,7 +270,9 @@ def test_minutes_give_a_horizon_by_the_measured_rate_that_a_resume_keeps(tmp_pat
     state = final_state(tmp_path / "run")
     assert (state["step"], state["flags"]["target_tokens"]) == (2, horizon)
     assert "settings differ" not in capsys.readouterr().err
-    assert "give --minutes 0.003" in refused([*argv, "--minutes", "0.05"], capsys)
+    assert "give --minutes 0.003 to continue it, or name a new --ckpt_dir" in refused(
+        [*argv, "--minutes", "0.05"], capsys
+    )
 
 
 # --------------------------------------------------------------------------------------------------

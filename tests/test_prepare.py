@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from conftest import ROOT, contents, measured
+from conftest import ROOT, contents, measured, run_python
 from data import open_data
 from preparing import documents, error_line, joined, metadata, prepare, run_data, write_shard
 from spider import common, inputs
@@ -23,13 +23,8 @@ from spider.inputs import BYTE_ORDER_MARK
 from spider.prepare import ShardWriter
 from tokenizer import VOCAB_SIZE
 
+pytestmark = pytest.mark.usefixtures("in_tmp_path")
 LINE = b'{"text": "fine"}\n'
-
-
-@pytest.fixture(autouse=True)
-def in_tmp_path(tmp_path, monkeypatch):
-    """Every test has a directory of its own for its relative paths."""
-    monkeypatch.chdir(tmp_path)
 
 
 def write(name: str, content: bytes):
@@ -417,12 +412,6 @@ sys.exit(data.main(sys.argv[3:]))
 """
 
 
-def run_python(code: str, *words: str, **options) -> subprocess.CompletedProcess:
-    """Run code in a process of its own, in this directory."""
-    environment = os.environ | dict(PYTHONPATH=str(ROOT))
-    return subprocess.run([sys.executable, "-c", code, *words], env=environment, **options)
-
-
 @pytest.mark.parametrize(
     "call, count, message",
     [
@@ -434,7 +423,7 @@ def run_python(code: str, *words: str, **options) -> subprocess.CompletedProcess
 def test_killed_prepare_leaves_no_data_and_can_be_repeated(mixed, call, count, message):
     arguments = f"{mixed} --shard_mb 0.02 --out"
     prepare(f"{arguments} undisturbed")
-    killed = run_python(KILL_IN_CALL, call, str(count), "prepare", *arguments.split(), "o")
+    killed = run_python(KILL_IN_CALL, call, count, "prepare", *arguments.split(), "o", cwd=".")
     assert killed.returncode == -signal.SIGKILL
     assert len(os.listdir("o")) > 1
     with pytest.raises(common.DataError, match=message):
@@ -496,7 +485,7 @@ def test_error_of_writing_names_the_directory_and_error_of_reading_the_input(nam
     write("a.txt", text)
     write("a.txt.gz", gzip.compress(text))
     Path("b.txt").symlink_to("/proc/self/mem")  # a file whose bytes cannot be read
-    done = run_python(RUN, name, capture_output=True, text=True)
+    done = run_python(RUN, name, cwd=".")
     assert done.returncode == 2
     assert done.stderr.splitlines()[-1] == f"data.py: error: {line}"
     assert os.listdir("o") == []

@@ -25,18 +25,14 @@ from conftest import (
     model_with_fault,
     refused,
     run_flags,
+    saved_steps,
     signal_in_step,
 )
 from jobs import Job, sleeps, steps_done, unread, until
 from spider import boundaries
-from spider.checkpoint import find_checkpoints, load_origin
+from spider.checkpoint import load_origin
 from spider.common import DataError
 from spider.run import RunProgress
-
-
-def saved_steps(directory) -> list[int]:
-    return [checkpoint.step for checkpoint in find_checkpoints(directory)]
-
 
 # --------------------------------------------------------------------------------------------------
 # To the bit

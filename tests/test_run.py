@@ -388,7 +388,7 @@ def test_wandb_is_used_only_with_a_run_name_works_offline_and_resumes_its_run(
     for steps, flags in ((1, ""), (2, "--run smoke"), (3, "--run smoke")):
         assert (tmp_path / "wandb").exists() == (steps == 3)
         argv = run_flags(shards, tmp_path / "run", "--eval_every 0", flags, steps=steps)
-        status, _, log = forked(processes, tmp_path, *argv, **OFFLINE)
+        status, log = forked(processes, tmp_path, *argv, **OFFLINE)
         assert status == 0, log
     runs = sorted((tmp_path / "wandb").glob("offline-run-*"), key=os.path.getmtime)
     first, again = (path.name.rpartition("-")[2] for path in runs)
@@ -487,7 +487,7 @@ def test_run_survives_the_death_of_wandbs_service(tmp_path, shards, processes):
 
 def test_profiler_leaves_a_trace_of_three_steps(tmp_path, shards, processes):
     argv = run_flags(shards, tmp_path / "run", "--eval_every 0 --profile", steps=11)
-    status, _, log = forked(processes, tmp_path, *argv)
+    status, log = forked(processes, tmp_path, *argv)
     assert status == 0, log
     steps = re.findall(r"ProfilerStep#([0-9]+)", (tmp_path / "run" / "trace.json").read_text())
     assert {*steps} == {"2", "3", "4"}  # counted from 0

@@ -59,18 +59,6 @@ def columns_of(text: bytes) -> list[list[int]]:
     return [[byte] for byte in text]
 
 
-@pytest.fixture
-def figures(tmp_path):
-    """Run sample.py --eval; return what it writes to --json."""
-
-    def evaluate(*argv) -> list[dict]:
-        out = tmp_path / "out.json"
-        assert sample.main([*map(str, argv), "--json", str(out)]) == 0
-        return json.loads(out.read_text())
-
-    return evaluate
-
-
 # --------------------------------------------------------------------------------------------------
 # Talking
 

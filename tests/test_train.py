@@ -27,6 +27,7 @@ from conftest import (
     settled,
     small_config,
     text,
+    weights_of,
     world_of,
 )
 from data import Batch, Loader, mock_source, validation_sets
@@ -63,11 +64,6 @@ def batches_of(ids, labels, parts: int = 1) -> list[Batch]:
 def random_batch(rows: int) -> list[Batch]:
     """Return a batch of random bytes in one micro-step."""
     return batches_of(text(rows, 32, seed=1), text(rows, 32, seed=2))
-
-
-def weights_of(model) -> dict[str, torch.Tensor]:
-    """Copy the weights and buffers of a model."""
-    return {key: value.clone() for key, value in model.state_dict().items()}
 
 
 # --------------------------------------------------------------------------------------------------
@@ -146,7 +142,7 @@ def test_one_step_of_the_1b_model_runs_in_bf16(tmp_path, processes):
         --mock_data --model 1b --precision bf16 --seq_len 64 --micro_batch 1 --max_steps 1
         --eval_every 0 --ckpt_dir run --device cpu --optimizer adamw8bit
     """.split()
-    status, _, log = forked(processes, tmp_path, *argv)
+    status, log = forked(processes, tmp_path, *argv)
     assert status == 0, log
     line = json.loads((tmp_path / "run" / "metrics.jsonl").read_text())
     assert 4 < line["loss"] < 8 and math.isfinite(line["grad_norm"]) and 4 < line["memory"] < 24

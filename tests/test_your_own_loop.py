@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from conftest import ROOT, code_blocks, has_lookups
+from conftest import ROOT, code_blocks, has_lookups, tables_of
 from spider.checkpoint import load_checkpoint
 from spider.inference import model_of
 from spider.memory import EngramTable
@@ -50,7 +50,7 @@ def test_every_block_of_the_page_runs_and_changes_every_table(
     )
     assert last < 4 < 5 < first
     for model in models:
-        tables = [module for module in model.modules() if isinstance(module, EngramTable)]
+        tables = tables_of(model)
         assert len(tables) == 3
         assert all(table.weight.any() and not has_lookups(table) for table in tables)
     state = load_checkpoint(Path("spider-step200.pt"))
