@@ -56,6 +56,13 @@ def run_on(processes, directory, ranks, *argvs, faults=()) -> str:
     return log
 
 
+def end_well(job) -> str:
+    """Wait for the end of torchrun, which must succeed; return the log."""
+    _, log = job.communicate(timeout=LIMIT)
+    assert job.returncode == 0, log
+    return log
+
+
 # --------------------------------------------------------------------------------------------------
 # The start
 
@@ -462,9 +469,7 @@ def uninterrupted(tmp_path_factory):
     directory = tmp_path_factory.mktemp("uninterrupted")
     shards = make_shards(directory / "data")
     run = directory / "run"
-    job = torchrun(run_flags(shards, run, *FLAGS_OF_KILLED, steps=60))
-    _, log = job.communicate(timeout=LIMIT)
-    assert job.returncode == 0, log
+    end_well(torchrun(run_flags(shards, run, *FLAGS_OF_KILLED, steps=60)))
     return shards, run
 
 
@@ -477,8 +482,7 @@ def test_torchrun_restarts_a_killed_rank_and_the_run_ends_like_an_uninterrupted_
     job = torchrun(run_flags(shards, killed, *FLAGS_OF_KILLED, steps=60), "--max-restarts", "1")
     until(lambda: (killed / "spider-step5.pt").exists())
     os.kill(workers(killed)[1], signal.SIGKILL)
-    _, log = job.communicate(timeout=LIMIT)
-    assert job.returncode == 0 and "resuming from" in log, log
+    assert "resuming from" in end_well(job)
     assert [line["step"] for line in metrics(killed)] == list(range(1, 61))
     assert_same_runs(whole, killed)
 
@@ -497,8 +501,7 @@ def test_a_rank_killed_on_a_gpu_ends_the_other_and_the_same_command_resumes(tmp_
     assert job.returncode != 0, log
     last = len(metrics(directory)) + 3
     job = torchrun(run_flags(shards, directory, *NO_EVAL, *flags, steps=last))
-    _, log = job.communicate(timeout=LIMIT)
-    assert job.returncode == 0 and "resuming from" in log, log
+    assert "resuming from" in end_well(job)
     assert [line["step"] for line in metrics(directory)] == list(range(1, last + 1))
 
 
@@ -516,9 +519,7 @@ def test_ranks_of_a_killed_torchrun_save_and_the_run_ends_like_an_uninterrupted_
     until(lambda: not workers(killed), 60)
     assert log.count("SIGTERM: stopped after step") == 1, log
     assert 7 <= final_state(killed)["step"] == len(metrics(killed)) < 60
-    job = torchrun(argv)
-    _, log = job.communicate(timeout=LIMIT)
-    assert job.returncode == 0 and "resuming from" in log, log
+    assert "resuming from" in end_well(torchrun(argv))
     assert_same_runs(whole, killed)
 
 
