@@ -149,7 +149,7 @@ def head_kept(c: SpiderConfig, size: int) -> int:
     if votes:  # for ids, int64, unless they are no bytes
         kept += state + 9 * votes
         if c.engram_vote_ages:  # beside a copy of the state
-            kept += state + size * len(c.engram_match_contexts)
+            kept += state + size * round_up(len(c.engram_match_contexts), 32)
     return kept
 
 

@@ -551,9 +551,10 @@ class OutputEngram(ByteEngram):
         self.votes = None
         contexts = len(config.engram_match_contexts)
         if config.engram_votes and contexts:
-            ages = contexts if config.engram_vote_ages else 0
+            # a multiple of 32, so that sharding does not split blocks of 8-bit AdamW
+            self.ages = round_up(contexts, 32) if config.engram_vote_ages else 0
             self.votes = nn.Sequential(
-                Linear(config.hidden_size + ages, config.hidden_size // 2),
+                Linear(config.hidden_size + self.ages, config.hidden_size // 2),
                 nn.GELU(),
                 Linear(config.hidden_size // 2, config.engram_votes * contexts),
             )
@@ -584,7 +585,8 @@ class OutputEngram(ByteEngram):
         followed = matches.followed[:, :, : self.config.engram_votes].flatten(1)
         is_byte = (followed >= 0) & (followed < 256)
         seen = state_MD
-        if self.config.engram_vote_ages:
+        if self.ages:
             ages_MX = (matches.age.log1p() / 4).to(seen.dtype)  # up to about 2
-            seen = torch.cat((seen, ages_MX), dim=1)
+            padding = self.ages - ages_MX.shape[1]
+            seen = torch.cat((seen, F.pad(ages_MX, (0, padding))), dim=1)
         return followed, torch.where(is_byte, self.votes(seen), 0)

@@ -126,7 +126,8 @@ def test_votes_add_weights_to_the_logits_of_bytes_that_followed_the_newest_first
     _, logits = engram(x, PackedBytes(ids, packing, past, matches))
 
     normed = x * (x.square().mean(1, keepdim=True) + 1e-6).rsqrt()
-    weights = engram.votes(torch.cat((normed, (1 + age).log() / 4), 1)).view(5, 2, votes)
+    seen = torch.cat((normed, (1 + age).log() / 4, torch.zeros(5, 30)), dim=1)
+    weights = engram.votes(seen).view(5, 2, votes)
     expected = torch.zeros(5, config.vocab_size)
     for row in range(5):
         for context in range(2):
