@@ -229,8 +229,8 @@ class SpiderConfig:
                 orders = values.pop(f"engram_{use}orders")
                 values[f"engram_{use}contexts"] = [str(n) for n in orders]
         if "engram_match_words" in values:
-            words = values.pop("engram_match_words")
-            values["engram_match_contexts"] += [f"word{n}" for n in words]
+            names = [f"word{n}" for n in values.pop("engram_match_words")]
+            values["engram_match_contexts"] = [*values.get("engram_match_contexts", ()), *names]
         return cls(**values)
 
     @classmethod

@@ -125,6 +125,7 @@ def test_saved_config_is_read_and_unknown_fields_are_named():
     before |= dict(engram_match_orders=[3, 12], engram_match_words=[1])
     assert SpiderConfig.from_saved(before).engram_byte_contexts == ("1", "2")
     assert SpiderConfig.from_saved(before).engram_match_contexts == ("3", "12", "word1")
+    assert SpiderConfig.from_saved(dict(engram_match_words=[2])).engram_match_contexts == ("word2",)
     wide_band = small_config(boundary_alpha=0.25, boundary_sigma=1.0)
     assert wide_band.bytes_per_segment == 8
     with pytest.raises(TypeError, match="'places'"):
