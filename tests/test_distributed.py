@@ -277,7 +277,7 @@ def test_stopped_run_resumes_bit_for_bit_on_the_same_layout(
 ):
     flags = (
         f"--micro_batch 1 --shards {split} --optimizer {optimizer} --ckpt_every 3 --random_loops"
-        f" --set {SMALL},engram_byte_dim=16"  # whose halves end with a block of 8-bit AdamW
+        f" --set {SMALL},engram_byte_dim=32"  # whose halves end with a block of 8-bit AdamW
     ).split()
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     argvs = [
