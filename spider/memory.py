@@ -70,7 +70,6 @@ class EngramTable(nn.Module):
     def __init__(self, contexts: tuple[str, ...], heads: int, rows: int, dim: int):
         super().__init__()
         self.contexts = contexts
-        self.heads = heads
         self.width = len(contexts) * heads * dim
         self.primes = primes_below(rows, len(contexts) * heads)
         self.weight = nn.Parameter(torch.empty(sum(self.primes), dim))
