@@ -47,6 +47,7 @@ from spider.common import SpiderError, WorldError
 from spider.distributed import World
 
 NO_EVAL = ("--eval_every", "0")
+HALVED = f"{SMALL},engram_byte_dim=32"  # halves of its matrices end with a block of 8-bit AdamW
 
 
 def run_on(processes, directory, ranks, *argvs, faults=()) -> str:
@@ -219,7 +220,7 @@ def test_any_layout_has_the_losses_of_one_rank_over_twenty_steps(
     on, and an evaluation smaller than ranks x batch."""
     flags = (
         f"--optimizer {optimizer} --random_loops --engram_reset --dropout 0.2 --precision fp32 "
-        "--global_batch 768 --eval_tokens 96 --no_gradient_checkpointing"
+        f"--global_batch 768 --eval_tokens 96 --no_gradient_checkpointing --set {HALVED}"
     ).split()
     runs_alone(run_flags(shards, tmp_path / "alone", *flags, steps=20))
     argv = run_flags(shards, tmp_path / "ranks", *flags, "--shards", str(split), steps=20)
@@ -277,7 +278,7 @@ def test_stopped_run_resumes_bit_for_bit_on_the_same_layout(
 ):
     flags = (
         f"--micro_batch 1 --shards {split} --optimizer {optimizer} --ckpt_every 3 --random_loops"
-        f" --set {SMALL},engram_byte_dim=32"  # whose halves end with a block of 8-bit AdamW
+        f" --set {HALVED}"
     ).split()
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     argvs = [
@@ -348,7 +349,7 @@ def test_all_ranks_call_the_same_collectives_as_nccl_demands(
     checkpoint of each."""
     flags = (
         f"--shards {split} --optimizer {optimizer} --micro_batch 1 --grad_accum 2 "
-        "--sample_every 2 --eval_every 2 --ckpt_every 2 --engram_reset"
+        f"--sample_every 2 --eval_every 2 --ckpt_every 2 --engram_reset --set {HALVED}"
     ).split()
     argvs = [run_flags(shards, tmp_path / "run", *flags, steps=steps) for steps in (2, 4)]
     records = [tmp_path / f"rank{rank}.jsonl" for rank in range(ranks)]
