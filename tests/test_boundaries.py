@@ -9,7 +9,6 @@ from torch import Tensor
 from conftest import awake, documents, gradients, small_config, text
 from spider import boundaries
 from spider.boundaries import N_BINS, SurprisePredictor
-from spider.contexts import word_ends
 from spider.noise import byte_noise
 from spider.packing import Packing
 from spider.segments import last_boundary
@@ -36,24 +35,6 @@ def packing_of(length: int) -> Packing:
 
 # --------------------------------------------------------------------------------------------------
 # Words and FlexiTokens
-
-
-@pytest.mark.parametrize(
-    "given, ends",
-    (
-        (b"to be, or", b"__x__x___"),
-        (b"self.x_1 = f(a2)\n\n  y", b"____x___x___x__x_____"),
-        (b"  ,,", b"____"),
-        ("gr\u00fc\u00df \u4f60\u597d".encode(), b"______x___x__"),
-        (b"a`z{A@Z[0/9:_^", b"_x_x_x_x_x_x_x"),
-        (b"\x80\xe0\xc3\x7f\xbf\xc2\xdf\xff", b"_x_x_x_x"),
-        ("\u0434\u0430\u00a0\u0438\u2026".encode(), b"____x___x__"),
-    ),
-)
-def test_words_end_at_the_first_byte_that_is_not_part_of_a_word(given, ends):
-    ids = torch.tensor(list(given))
-    is_end = word_ends(ids, torch.arange(len(ids)))
-    assert "".join("x" if end else "_" for end in is_end) == ends.decode()
 
 
 def test_no_word_ends_at_the_first_byte_of_a_document():
