@@ -11,8 +11,14 @@ recomputation. A section that fails prints its error in one line and the traceba
 one runs. On a CPU all take some ten minutes.
 """
 
+from spider.common import start_script
+
+if __name__ == "__main__":
+    start_script("bench.py")  # before torch is imported
+
 import gc
 import os
+import signal
 import subprocess
 import sys
 import sysconfig
@@ -26,19 +32,13 @@ from importlib import metadata
 from pathlib import Path
 from statistics import median
 
-from spider import common
-
-if __name__ == "__main__":
-    common.set_allocator()  # before torch is imported
-    common.exit_on_error(common.check_installed, "bench.py")
-
 import torch
 from torch import Tensor
 
 import train
 from data import Feed, Loader, mock_source, open_data
 from spider import estimate, machine
-from spider.common import Parser, UsageError, run_program
+from spider.common import UsageError, run_program
 from spider.config import BACKENDS
 from spider.distributed import World
 from spider.plan import Plan, settle
@@ -356,12 +356,14 @@ def run(argv: list[str] | None) -> int:
 
     After a device assert nothing works in a process: then stop.
     """
-    parser = Parser((train.flag_parser(),), prog="bench.py", description=__doc__)
+    parser = train.flag_parser("bench.py", __doc__)
     parser.add_argument(
         "--only", metavar="NAME,...", help=f"sections to run: {', '.join(SECTIONS)}"
     )
-    args, flags = parser.parse_known_args(argv)
-    names = args.only.split(",") if args.only else list(SECTIONS)
+    given = vars(parser.parse_args(argv))
+    only = given.pop("only", None)
+    flags = [f"--{name}={value}" for name, value in given.items()]
+    names = only.split(",") if only else list(SECTIONS)
     unknown = sorted(set(names) - SECTIONS.keys())
     if unknown:
         raise UsageError(f"--only: {', '.join(unknown)}: not among {', '.join(SECTIONS)}")
@@ -395,4 +397,5 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.exit(main())

@@ -16,6 +16,11 @@ it repeats.
 
 from __future__ import annotations
 
+from spider.common import start_script
+
+if __name__ == "__main__":
+    start_script("data.py")
+
 import argparse
 import dataclasses
 import hashlib
@@ -24,6 +29,7 @@ import os
 import random
 import re
 import resource
+import signal
 import sys
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
@@ -34,11 +40,6 @@ from functools import lru_cache, partial
 from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
-
-from spider import common
-
-if __name__ == "__main__":
-    common.exit_on_error(partial(common.check_installed, "numpy", "filelock"), "data.py")
 
 import numpy as np
 
@@ -62,8 +63,7 @@ from spider.shard_files import ID_BYTES, METADATA, ShardEntry, files_below, read
 from spider.vocabulary import IGNORED
 from tokenizer import BOS_ID, EOS_ID, PAD_ID, VOCAB_SIZE
 
-# torch is imported where it is used: it takes seconds, and neither `prepare` nor a mistyped flag
-# needs it.
+# torch is imported where it is used: `prepare` does without its memory and its seconds.
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
@@ -826,7 +826,6 @@ def run_command(args: argparse.Namespace):
     elif args.command == "verify":
         verify(args.directory)
     else:
-        common.check_installed("torch")
         sources = [mock_source(args.seed)] if args.mock_data else open_data(args.directory)
         show(sources, args.seq_len, args.seed, args.first, args.count)
 
@@ -837,4 +836,5 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.exit(main())

@@ -31,6 +31,11 @@ and .json is a document, as is each document in a .bin shard; any other file is 
 document so far.
 """
 
+from spider.common import start_script
+
+if __name__ == "__main__":
+    start_script("sample.py")  # before torch is imported
+
 import argparse
 import json
 import math
@@ -44,11 +49,14 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
+
+from data import Shard, Source, Stream, map_shard, open_source, validation_sets
 from spider.common import (
     DataError,
     Parser,
     UsageError,
-    check_flags_early,
     durable,
     integer,
     one_line,
@@ -61,6 +69,32 @@ from spider.common import (
     say,
 )
 from spider.config import MAX_LOOPS
+from spider.distributed import World
+from spider.export import write_export
+from spider.inference import (
+    Adaptation,
+    Sampler,
+    best_of,
+    complete,
+    converse,
+    count_characters,
+    decoder_of,
+    model_of,
+    read_checkpoint,
+    score_windows,
+)
+from spider.inputs import naming
+from spider.inspect import show
+from spider.machine import (
+    keep_freed_memory,
+    memory_advice,
+    multiplies_bf16,
+    resolve_device,
+    start_log,
+)
+from spider.prepare import KINDS, Documents, Input, ShardWriter
+from spider.scoring import EVAL_BYTES, Totals, score_model
+from spider_model import Spider
 
 # --------------------------------------------------------------------------------------------------
 # The command line
@@ -121,9 +155,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         help="export to a new directory for Hugging Face's libraries",
     )
 
-    # Flags that only one command reads
-    talking = parser.add_argument_group("talking")
-    add = talking.add_argument
+    add = parser.add_argument_group("talking").add_argument
     add("--prompt", help="text to continue; default: standard input, or a dialogue in a terminal")
     add("--bytes", type=integer(1), default=500, help="maximum number of bytes to generate")
     add("--temperature", type=real(0), default=0.8, help="sampling temperature; 0 is greedy")
@@ -156,8 +188,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         action="store_true",
         help="print bytes unchanged, including terminal control sequences",
     )
-    evaluating = parser.add_argument_group("with --eval")
-    add = evaluating.add_argument
+    add = parser.add_argument_group("with --eval").add_argument
     add("--json", type=path_name, metavar="OUT", help="also write the results to a file")
     add("--field", default="text", help="JSON field with the text")
     add("--seq_len", type=integer(2, 1 << 24), help="bytes per window (as trained)")
@@ -177,8 +208,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         action="store_true",
         help="let the model learn from each 1,024 bytes after they are scored",
     )
-    showing = parser.add_argument_group("with --show")
-    showing.add_argument(
+    add = parser.add_argument_group("with --show").add_argument
+    add(
         "--html",
         type=path_name,
         metavar="OUT",
@@ -186,17 +217,24 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     )
 
     args = parser.parse_args(argv)
-    refuse_unread_flags(parser, args, {"": talking, "eval": evaluating, "show": showing})
+    refuse_unread_flags(parser, args)
     return args
 
 
-def refuse_unread_flags(parser: Parser, args: argparse.Namespace, groups: dict):
-    """Raise UsageError for a flag that the command would not read. groups: by command, the flags
-    that it alone reads; "" is talking."""
+# The flags that one command alone reads, by command; "" is talking
+READ_BY = {
+    "": "prompt bytes temperature top_k top_p no_repeat_ngram_size samples seed stop no_echo raw",
+    "eval": "json field seq_len batch precision adapt",
+    "show": "html",
+}
+
+
+def refuse_unread_flags(parser: Parser, args: argparse.Namespace):
+    """Raise UsageError for a flag that the command would not read."""
     given = {name for name, value in vars(args).items() if value != parser.get_default(name)}
     command = next((name for name in ("eval", "show", "export") if name in given), "")
-    for reader, group in groups.items():
-        unread = [action.dest for action in group._group_actions if action.dest in given]
+    for reader, names in READ_BY.items():
+        unread = [name for name in names.split() if name in given]
         if unread and reader != command:
             remedy = f"needs --{reader}" if reader else f"cannot be used with --{command}"
             parser.error(f"--{unread[0]} {remedy}")
@@ -210,40 +248,6 @@ def refuse_unread_flags(parser: Parser, args: argparse.Namespace, groups: dict):
             "only --eval takes several checkpoints or numbers of loops; text is given by --prompt"
         )
 
-
-if __name__ == "__main__":  # before the imports below, which take seconds
-    check_flags_early(parse_args, "sample.py")
-
-import numpy as np
-import torch
-
-from data import Shard, Source, Stream, map_shard, open_source, validation_sets
-from spider.distributed import World
-from spider.export import write_export
-from spider.inference import (
-    Adaptation,
-    Sampler,
-    best_of,
-    complete,
-    converse,
-    count_characters,
-    decoder_of,
-    model_of,
-    read_checkpoint,
-    score_windows,
-)
-from spider.inputs import naming
-from spider.inspect import show
-from spider.machine import (
-    keep_freed_memory,
-    memory_advice,
-    multiplies_bf16,
-    resolve_device,
-    start_log,
-)
-from spider.prepare import KINDS, Documents, Input, ShardWriter
-from spider.scoring import EVAL_BYTES, Totals, score_model
-from spider_model import Spider
 
 # --------------------------------------------------------------------------------------------------
 # Talking

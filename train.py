@@ -13,9 +13,14 @@ recipe, which sets the defaults of other flags (RECIPES in train.py); the log sh
 # -> evaluation -> main: set up, loop, end -> the command line. Not in the docstring, which is part
 # of --help.
 
+from spider.common import start_script
+
+if __name__ == "__main__":
+    start_script("train.py")  # before torch is imported
+
+import argparse
 import math
 import os
-import shutil
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -26,31 +31,83 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
-from spider import common
-from spider.common import UsageError, flag, flag_specs, integer, path_name, real
+import numpy as np
+import torch
+from loguru import logger
+from torch import Tensor, nn
+from torch.distributed.elastic.multiprocessing.errors import record
+
+from data import Batch, Feed, Loader, mock_source, open_data, validation_sets
+from spider import common, estimate, machine
+from spider.checkpoint import (
+    FROM_SCRATCH,
+    RECORDED,
+    CheckpointWriter,
+    Origin,
+    check_finished,
+    load_origin,
+    progress_of,
+    restore,
+)
+from spider.common import (
+    CheckpointError,
+    Diverged,
+    Stopped,
+    UsageError,
+    flag,
+    integer,
+    path_name,
+    real,
+)
 from spider.config import BACKENDS, MAX_LOOPS, OPTIMIZERS, PRESETS, RECOMPUTE, SpiderConfig
+from spider.curves import write_curves
+from spider.distributed import Sharded, World, shard_model, sharding_of
+from spider.fp8 import convert_to_fp8, describe_fp8
+from spider.log import StepLog, describe_plan, log_end, log_start
+from spider.noise import step_seed
+from spider.optim import Optimizers
+from spider.plan import (
+    Plan,
+    horizon_warnings,
+    print_dry_run,
+    recipe_of,
+    rise_warning,
+    settle,
+    with_minutes,
+)
+from spider.run import Metrics, RunProgress, StopSignals, start_profiler, start_wandb
+from spider.scoring import EVAL_BYTES, Totals, score_model
+from spider.state import gather_model, model_state
+from spider.vocabulary import BOS_ID, IGNORED
+from spider_model import Spider, SpiderOutput
+from tokenizer import decode
 
 # --------------------------------------------------------------------------------------------------
 # Flags
 
 # What a flag takes, and how --help calls it
-N: dict[str, Any] = dict(type=integer(1), metavar="N")
-BYTES: dict[str, Any] = dict(type=integer(1), metavar="BYTES")
-STEPS: dict[str, Any] = dict(type=integer(0), metavar="STEPS")
-SOME_STEPS: dict[str, Any] = dict(type=integer(1), metavar="STEPS")
-RATE: dict[str, Any] = dict(type=real(0, 1000), metavar="RATE")
-FRACTION: dict[str, Any] = dict(type=real(0, 1), metavar="FRACTION")
-BETA: dict[str, Any] = dict(type=real(0, 0.99999), metavar="BETA")
-DIRECTORY: dict[str, Any] = dict(type=path_name, metavar="DIR")
-FILE: dict[str, Any] = dict(type=path_name, metavar="FILE")
+N = integer(1), "N"
+BYTES = integer(1), "BYTES"
+STEPS = integer(0), "STEPS"
+SOME_STEPS = integer(1), "STEPS"
+POSITIVE = real(0, above=True)
+RATE = real(0, 1000), "RATE"
+FRACTION = real(0, 1), "FRACTION"
+BETA = real(0, 0.99999), "BETA"
+DIRECTORY = path_name, "DIR"
+
+
+def on_or_off(text: str) -> str:
+    """Parse what --compile takes. TOML and sweeps write True and False."""
+    return {"true": "on", "false": "off"}.get(text.lower(), text)
 
 
 @dataclass(frozen=True)
 class Flags:
     """The flags of train.py, with the defaults of `original`; RECIPES has those of other models.
 
-    The parser, the environment, the --config file and what a checkpoint records follow from these
-    fields. In a Plan every field has its resolved value."""
+    Command line, environment and --config file set these fields. In a Plan every field has its
+    resolved value."""
 
     model: str = flag(
         "auto",
@@ -58,187 +115,122 @@ class Flags:
         heading="basics",
         choices=("auto", *PRESETS),
     )
-    data_dir: str = flag(
-        "data",
-        ".bin shards, or a mixture web:0.7,code:0.3",
-        environment=True,
-        recorded=True,
-        **DIRECTORY,
-    )
-    mock_data: bool = flag(
-        False,
-        "train on synthetic, learnable bytes instead of --data_dir",
-        recorded=True,
-        reads=True,
-        evaluates=True,
-    )
+    data_dir: str = flag("data", ".bin shards, or a mixture web:0.7,code:0.3", *DIRECTORY)
+    mock_data: bool = flag(False, "train on synthetic, learnable bytes instead of --data_dir")
     ckpt_dir: str = flag(
-        "checkpoints",
-        "directory for checkpoints and metrics.jsonl; --mock_data adds mock/ to the default",
-        **DIRECTORY,
+        "checkpoints", "checkpoints and metrics.jsonl; --mock_data adds mock/", *DIRECTORY
     )
-    target_tokens: int = flag(
-        10_000_000_000, "bytes to train on: the horizon", environment=True, recorded=True, **BYTES
-    )
+    target_tokens: int = flag(10_000_000_000, "bytes to train on: the horizon", *BYTES)
     minutes: float | None = flag(
         None,
-        "choose --target_tokens for about this many minutes, by timing a few steps; works "
-        "with one process",
-        recorded=True,
-        type=real(0, 1e9, above=True),
-        metavar="N",
+        "choose --target_tokens for about this many minutes, by timing a few steps; works with "
+        "one process",
+        real(0, 1e9, above=True),
+        "N",
     )
     max_steps: int = flag(
-        0,
-        "stop after this many optimizer steps; 0: run to --target_tokens. Steps beyond that"
-        " use the minimum learning rate",
-        **STEPS,
+        0, "stop after this many optimizer steps; 0: run to --target_tokens", *STEPS
     )
     resume: str | None = flag(
         None,
-        "checkpoint to start from, or a run's directory, of which the newest is taken; the "
-        "run continues in --ckpt_dir, and if that holds a run already, that one is resumed "
-        "instead",
-        type=path_name,
-        metavar="CHECKPOINT",
+        "checkpoint to start from, or a run's directory, of which the newest is taken; the run "
+        "continues in --ckpt_dir, and if that holds a run already, that one is resumed instead",
+        path_name,
+        "CHECKPOINT",
     )
     reset_steps: bool = flag(False, "with --resume: load only the weights, and begin at step 0")
     dry_run: bool = flag(False, "print settings, memory, disk and time of the run, and stop")
     config: str | None = flag(
-        None, "TOML file of flag values; flags and environment variables override it", **FILE
+        None,
+        "TOML file of flags; the command line and the environment override it",
+        path_name,
+        "FILE",
     )
 
     set: str | None = flag(
         None,
         "fields of SpiderConfig to change: lora_rank=0,engram_match_contexts=3+word1",
-        heading="model",
         metavar="NAME=VALUE,...",
+        heading="model",
     )
-    n_loops: int = flag(
-        6, "loops of the recurrent core", environment=True, type=integer(1, MAX_LOOPS), metavar="N"
-    )
-    random_loops: bool = flag(
-        False, "draw the loops of each step: Poisson with mean --n_loops", recorded=True
-    )
+    n_loops: int = flag(6, "loops of the recurrent core", integer(1, MAX_LOOPS), "N")
+    random_loops: bool = flag(False, "draw the loops of each step: Poisson with mean --n_loops")
 
-    seq_len: int = flag(
-        2048,
-        "bytes per sequence",
-        heading="batch",
-        environment=True,
-        recorded=True,
-        reads=True,
-        evaluates=True,
-        type=integer(2, 1 << 24),
-        metavar="BYTES",
-    )
+    seq_len: int = flag(2048, "bytes per sequence", integer(2, 1 << 24), "BYTES", heading="batch")
     micro_batch: int = flag(
         64,
-        "sequences per device and micro-step; if --global_batch alone sets the bytes of a "
-        "step: chosen, the largest that fits",
-        environment=True,
-        recorded=True,
-        **N,
+        "sequences per device and micro-step; if --global_batch alone sets the bytes of a step: "
+        "chosen, the largest that fits",
+        *N,
     )
-    grad_accum: int = flag(1, "micro-steps per optimizer step", environment=True, **N)
+    grad_accum: int = flag(1, "micro-steps per optimizer step", *N)
     global_batch: int | None = flag(
-        None, "bytes per step over all ranks, instead of --grad_accum", recorded=True, **BYTES
+        None, "bytes per step over all ranks, instead of --grad_accum", *BYTES
     )
-    seed: int = flag(
-        0,
-        "seed of weights, data order, noise, loop counts",
-        recorded=True,
-        reads=True,
-        type=integer(0),
-        metavar="N",
-    )
+    seed: int = flag(0, "seed of weights, data order, noise, loop counts", integer(0), "N")
 
     target_flops: float | None = flag(
-        None,
-        "training FLOPs, instead of --target_tokens",
-        heading="horizon",
-        type=real(0, above=True),
-        metavar="FLOPS",
+        None, "training FLOPs, instead of --target_tokens", POSITIVE, "FLOPS", heading="horizon"
     )
     target_param_data_ratio: float | None = flag(
         None,
         "training bytes per parameter (without Engram tables), instead of --target_tokens",
-        type=real(0, above=True),
-        metavar="RATIO",
+        POSITIVE,
+        "RATIO",
     )
 
     optimizer: str = flag(
         "auto",
         "auto: muon for matrices, AdamW for others",
         heading="optimizer",
-        recorded=True,
         choices=("auto", *OPTIMIZERS),
     )
     lr: float = flag(
         3e-4,
-        "peak learning rate (Muon's updates are scaled to AdamW's size); recipes of other "
-        "models than original compute it from horizon and width, and halve it for AdamW",
-        environment=True,
-        recorded=True,
-        type=real(0, 1000, above=True),
-        metavar="RATE",
+        "peak learning rate (Muon's updates are scaled to AdamW's size); recipes of other models "
+        "than original compute it from horizon and width, and halve it for AdamW",
+        real(0, 1000, above=True),
+        "RATE",
     )
     engram_lr: float = flag(
-        0.25,
-        "learning rate of the Engram tables (Adagrad): a row's first step has this size",
-        recorded=True,
-        **RATE,
+        0.25, "learning rate of Engram tables (Adagrad): a row's first step has this size", *RATE
     )
     engram_reset: bool = flag(
         False,
         "clear the Engram tables at the start of each further epoch, since they memorize the text",
-        recorded=True,
-        alias=("no-engram_reset", False, "do not clear them"),
     )
     schedule: str = flag(
         "cosine",
         "how the learning rate decays: a cosine, or constant and then linear (wsd)",
-        recorded=True,
         choices=("cosine", "wsd"),
     )
     warmup_steps: int = flag(
-        10,
-        "optimizer steps of linear warm-up; recipes of other models than original compute them",
-        recorded=True,
-        **STEPS,
+        10, "steps of linear warm-up; recipes of other models than original compute them", *STEPS
     )
     wsd_decay_fraction: float = flag(
-        0.2, "last fraction of the horizon, in which wsd decays", recorded=True, **FRACTION
+        0.2, "last fraction of the horizon, in which wsd decays", *FRACTION
     )
     min_lr_fraction: float = flag(
-        0.1, "learning rate at the horizon, as a fraction of the peak", recorded=True, **FRACTION
+        0.1, "learning rate at the horizon, as a fraction of the peak", *FRACTION
     )
     weight_decay: float = flag(
-        0.1,
-        "weight decay of matrices; vectors and hashed Engram tables have none",
-        recorded=True,
-        **RATE,
+        0.1, "weight decay of matrices; vectors and hashed Engram tables have none", *RATE
     )
     dropout: float = flag(
         0.0,
-        "dropout at the core's input and output (bytes: a fifth); grows from 0 in the first"
-        " epoch to RATE in the eleventh",
-        recorded=True,
-        type=real(0, 0.9),
-        metavar="RATE",
+        "dropout at the core's input and output (bytes: a fifth); grows from 0 in the first epoch "
+        "to RATE in the eleventh",
+        real(0, 0.9),
+        "RATE",
     )
-    beta1: float = flag(0.9, "beta1 of AdamW", recorded=True, **BETA)
-    beta2: float = flag(0.95, "beta2 of AdamW", recorded=True, **BETA)
-    momentum: float = flag(0.9, "momentum of Muon", recorded=True, **BETA)
+    beta1: float = flag(0.9, "beta1 of AdamW", *BETA)
+    beta2: float = flag(0.95, "beta2 of AdamW", *BETA)
+    momentum: float = flag(0.9, "momentum of Muon", *BETA)
     grad_clip: float = flag(
-        1.0,
-        "largest norm of the gradient, not counting the hashed Engram tables; 0: off",
-        recorded=True,
-        type=real(0),
-        metavar="NORM",
+        1.0, "largest norm of the gradient without hashed Engram tables; 0: off", real(0), "NORM"
     )
     max_skipped: int = flag(
-        10, "stop after this many steps in a row with a non-finite loss or gradient", **SOME_STEPS
+        10, "stop after this many steps in a row with a non-finite loss or gradient", *SOME_STEPS
     )
 
     device: str = flag(
@@ -254,13 +246,14 @@ class Flags:
     )
     moe_backend: str = flag(
         "auto",
-        "auto: tile or grouped, or triton where torch's grouped product is a loop; loop: "
-        "the reference",
+        "auto: tile or grouped, or triton where torch's grouped product is a loop; loop: the "
+        "reference",
         choices=("auto", *BACKENDS),
     )
     compile: str = flag(
         "auto",
         "torch.compile the layers; auto: on a GPU where it works",
+        on_or_off,
         nargs="?",
         const="on",
         choices=("auto", "on", "off"),
@@ -268,66 +261,50 @@ class Flags:
     recompute: str = flag(
         "auto",
         "activation checkpointing; auto: as few layers as let a step fit into memory",
-        alias=("no_gradient_checkpointing", "nothing", "same as --recompute nothing"),
         choices=("auto", *RECOMPUTE),
     )
     shards: int = flag(
         1,
-        "shard weights, gradients and optimizer state over this many ranks; groups of ranks"
-        " are replicas",
-        type=integer(1),
-        metavar="RANKS",
+        "shard weights, gradients and optimizer state over this many ranks; groups of ranks are "
+        "replicas",
+        integer(1),
+        "RANKS",
     )
     rank_timeout: float = flag(
-        900.0,
-        "seconds that ranks wait for one another",
-        type=real(0, 1e6, above=True),
-        metavar="SECONDS",
+        900.0, "seconds that ranks wait for one another", real(0, 1e6, above=True), "SECONDS"
     )
     deterministic: bool = flag(
         False, "on a GPU: use deterministic kernels, some of which are slower"
     )
 
-    ckpt_every: int = flag(
-        50,
-        "optimizer steps between checkpoints",
-        heading="checkpoints",
-        environment=True,
-        **SOME_STEPS,
-    )
-    keep_last: int = flag(2, "newest checkpoints to keep", type=integer(2), metavar="N")
+    ckpt_every: int = flag(50, "steps between checkpoints", *SOME_STEPS, heading="checkpoints")
+    keep_last: int = flag(2, "newest checkpoints to keep", integer(2), "N")
     keep_best: bool = flag(
         False,
-        "save at each new lowest validation loss, and keep that checkpoint too; sample.py "
-        "DIR --best loads it",
+        "save at each new lowest validation loss, and keep that checkpoint too; sample.py DIR "
+        "--best loads it",
     )
 
     eval_every: int = flag(
-        250,
-        "optimizer steps between evaluations; one more at the end; 0: none",
-        heading="evaluation",
-        **STEPS,
+        250, "steps between evaluations; one more at the end; 0: none", *STEPS, heading="evaluation"
     )
-    eval_tokens: int = flag(
-        1_048_576, "held-out bytes per evaluation", recorded=True, evaluates=True, **BYTES
-    )
+    eval_tokens: int = flag(1_048_576, "held-out bytes per evaluation", *BYTES)
     patience: int = flag(
         0,
         "end the run after this many evaluations in a row without a lower loss; 0: never",
-        type=integer(0),
-        metavar="N",
+        integer(0),
+        "N",
     )
-    sample_every: int = flag(0, "steps between logged samples; 0: none", **STEPS)
+    sample_every: int = flag(0, "steps between logged samples; 0: none", *STEPS)
     sample_prompt: str | None = flag(
         None, "prompt of the samples; default: held-out text, if the run evaluates", metavar="TEXT"
     )
 
     log_every: int | None = flag(
         None,
-        "optimizer steps between lines of the log; default: about a hundred lines a run, "
-        "and one a minute",
+        "steps between lines of the log; default: about a hundred lines a run, and one a minute",
+        *SOME_STEPS,
         heading="logs",
-        **SOME_STEPS,
     )
     run: str | None = flag(
         None, "log to wandb under this name (WANDB_MODE=offline works)", metavar="NAME"
@@ -335,9 +312,8 @@ class Flags:
     profile: bool = flag(False, "write a profiler trace of steps 3 to 5 to --ckpt_dir")
 
 
-SPECS = flag_specs(Flags)
-ENVIRONMENT = [name for name, spec in SPECS.items() if spec.environment]
-RECORDED = [name for name, spec in SPECS.items() if spec.recorded]
+# The flags that a variable of the environment sets, too: the name in capitals
+ENVIRONMENT = "data_dir target_tokens n_loops seq_len micro_batch grad_accum lr ckpt_every".split()
 
 # Mutually exclusive: one that is set with more precedence drops the others.
 HORIZONS = ("target_tokens", "minutes", "target_flops", "target_param_data_ratio")
@@ -352,12 +328,24 @@ class CommandLine(NamedTuple):
     inherited: dict[str, dict[str, Any]]  # those that others than the command line set, by source
 
 
-def flag_parser() -> common.Parser:
-    """Make the parser of the command line from Flags."""
-    parser = common.Parser(
-        prog="train.py", description=__doc__, usage="python train.py [--FLAG VALUE ...]"
-    )
+def flag_parser(prog: str = "train.py", description: str | None = __doc__) -> common.Parser:
+    """Make the parser of Flags. What it parses holds only the flags that are given."""
+    parser = common.Parser(prog=prog, description=description, argument_default=argparse.SUPPRESS)
     common.add_flags(parser, Flags)
+    add = parser.add_argument_group("aliases").add_argument
+    add(
+        "--no-engram_reset",
+        dest="engram_reset",
+        action="store_false",
+        help="same as --engram_reset=False",
+    )
+    add(
+        "--no_gradient_checkpointing",
+        dest="recompute",
+        action="store_const",
+        const="nothing",
+        help="same as --recompute nothing",
+    )
     return parser
 
 
@@ -367,18 +355,25 @@ def parse_args(
     """Parse the command line, the environment and the --config file, in this order of precedence.
 
     Raise UsageError for a bad value, or for flags that contradict one another."""
-    parser = flag_parser()
     words = common.words_of(argv)
     if HELP & {*words}:
         print_help([word for word in words if word not in HELP], environ)
-    of_argv = parser.given(words)
+    parser = flag_parser()
+    given = vars(parser.parse_args(words))
     of_environ: dict[str, Any] = {}
     for name in ENVIRONMENT:
-        variable = environ.get(name.upper())
-        if name not in of_argv and variable:
-            of_environ |= parser.value(name, variable, f"{name.upper()}={variable}")
-    of_file = common.read_toml(parser, of_argv["config"]) if "config" in of_argv else {}
-    given = merged(of_file, merged(of_environ, of_argv))
+        text = environ.get(name.upper())
+        if name not in given and text:
+            word = f"--{name}={text}"
+            of_environ |= common.parse_words(parser, f"{name.upper()}={text}", [word])
+    of_file: dict[str, Any] = {}
+    if "config" in given:
+        path = given["config"]
+        of_file = common.parse_words(parser, f"--config: {path}", common.read_toml(path))
+    inherited: dict[str, dict[str, Any]] = {}
+    for source, values in {"environment": of_environ, "--config": of_file}.items():
+        inherited[source] = remaining(values, given)
+        given |= inherited[source]
     horizons = [name for name in HORIZONS if name in given]
     if len(horizons) > 1:
         raise UsageError(f"--{horizons[1]}: --{horizons[0]} already sets the horizon: give one")
@@ -386,22 +381,19 @@ def parse_args(
     flags = Flags(**given)
     if "ckpt_dir" not in given:
         flags = replace(flags, ckpt_dir=default_ckpt_dir(flags))
-    others = {name: value for name, value in given.items() if name not in of_argv}
-    inherited = {
-        "environment": {name: value for name, value in others.items() if name in of_environ},
-        "--config": {name: value for name, value in others.items() if name not in of_environ},
-    }
     return CommandLine(flags, frozenset(given), inherited)
 
 
-def merged(weaker: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
-    """Merge the flags of a weaker source into those given by stronger ones.
+def remaining(weaker: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
+    """Return the flags of a weaker source that stronger ones leave.
 
     A weaker value is dropped if the flag itself, or one of its ALTERNATIVES, is given."""
     chosen = {name for name, value in given.items() if value is not False}
-    dropped = {name for names in ALTERNATIVES if chosen & {*names} for name in names}
-    kept = {name: value for name, value in weaker.items() if name not in dropped}
-    return kept | given
+    dropped = set(given)
+    for names in ALTERNATIVES:
+        if chosen & {*names}:
+            dropped.update(names)
+    return {name: value for name, value in weaker.items() if name not in dropped}
 
 
 def default_ckpt_dir(flags: Flags) -> str:
@@ -419,22 +411,24 @@ HELP = {"-h", "--help"}
 
 
 def print_help(words: list[str], environ: Mapping[str, str]):
-    """Print the flags, with the defaults of the recipe that a command line would take, and exit.
-
-    The recipe of a new run: torch, to look at the GPU or into a checkpoint, takes seconds."""
+    """Print the flags, with the defaults of the recipe that a new run would take, and exit."""
     flags = Flags()
     with suppress(UsageError):
         flags = parse_args(words, environ).flags
-    recipe = flags.model
-    if recipe == "auto":
-        has_gpu = flags.device != "cpu" and shutil.which("nvidia-smi")
-        recipe = "1b" if has_gpu else "tiny"
+    has_gpu = flags.device != "cpu" and torch.cuda.is_available()
+    name = recipe_of(flags.model, FROM_SCRATCH, torch.device("cuda" if has_gpu else "cpu"))
+    recipe = RECIPES[name]
     parser = flag_parser()
-    parser.description = f"{__doc__}\nThe defaults below are those of --model {recipe}."
-    if "global_batch" in RECIPES[recipe].values:
-        parser.set_defaults(micro_batch="chosen", grad_accum="chosen")
-    parser.set_defaults(**RECIPES[recipe].values)
-    parser.set_defaults(**dict.fromkeys(RECIPES[recipe].rules, "computed from the horizon"))
+    parser.usage = "python train.py [--FLAG VALUE ...]"
+    variables = ", ".join(map(str.upper, ENVIRONMENT))
+    parser.description = (
+        f"{__doc__}\nEnvironment: {variables}.\nThe defaults below are those of --model {name}."
+    )
+    defaults = vars(Flags()) | recipe.values
+    if "global_batch" in recipe.values:
+        defaults |= dict(micro_batch="chosen", grad_accum="chosen")
+    defaults |= dict.fromkeys(recipe.rules, "computed from the horizon")
+    parser.set_defaults(**defaults)
     parser.print_help()
     parser.exit()
 
@@ -506,48 +500,6 @@ RECIPES = {
     "tiny": TINY,
 }
 
-
-if __name__ == "__main__":
-    common.check_flags_early(parse_args, "train.py")
-    common.set_allocator()
-
-import numpy as np
-import torch
-from loguru import logger
-from torch import Tensor, nn
-from torch.distributed.elastic.multiprocessing.errors import record
-
-from data import Batch, Feed, Loader, mock_source, open_data, validation_sets
-from spider import estimate, machine
-from spider.checkpoint import (
-    CheckpointWriter,
-    Origin,
-    check_finished,
-    load_origin,
-    progress_of,
-    restore,
-)
-from spider.common import CheckpointError, Diverged, Stopped
-from spider.curves import write_curves
-from spider.distributed import Sharded, World, shard_model, sharding_of
-from spider.fp8 import convert_to_fp8, describe_fp8
-from spider.log import StepLog, describe_plan, log_end, log_start
-from spider.noise import step_seed
-from spider.optim import Optimizers
-from spider.plan import (
-    Plan,
-    horizon_warnings,
-    print_dry_run,
-    rise_warning,
-    settle,
-    with_minutes,
-)
-from spider.run import Metrics, RunProgress, StopSignals, start_profiler, start_wandb
-from spider.scoring import EVAL_BYTES, Totals, score_model
-from spider.state import gather_model, model_state
-from spider.vocabulary import BOS_ID, IGNORED
-from spider_model import Spider, SpiderOutput
-from tokenizer import decode
 
 # --------------------------------------------------------------------------------------------------
 # The schedule: all that varies by step

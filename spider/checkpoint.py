@@ -30,7 +30,7 @@ from loguru import logger
 from torch import Tensor, nn
 
 from spider import common
-from spider.common import LARGEST, CheckpointError, UsageError, flag_specs
+from spider.common import LARGEST, CheckpointError, UsageError
 from spider.config import MAX_LOOPS, PRESETS, SpiderConfig
 from spider.distributed import World
 from spider.optim import Optimizers
@@ -573,6 +573,14 @@ class CheckpointWriter:
 # --------------------------------------------------------------------------------------------------
 # Resuming
 
+# The flags that a checkpoint keeps. A resumed run reports that one has changed.
+RECORDED = """
+    data_dir mock_data target_tokens minutes random_loops seq_len micro_batch global_batch seed
+    optimizer lr engram_lr engram_reset schedule warmup_steps wsd_decay_fraction min_lr_fraction
+    weight_decay dropout beta1 beta2 momentum grad_clip eval_tokens
+""".split()
+READS = {"mock_data", "seq_len", "seed"}  # they decide which sequences a step reads
+EVALUATES = {"mock_data", "seq_len", "eval_tokens"}  # which bytes an evaluation reads
 # facts of the sources, see Loader.mixture, and what they are called
 MIXTURE = {"targets": "the size of the data", "shares": "the mixture of the data"}
 # No changes by themselves: the same data may have moved, and the same step be split otherwise.
@@ -585,9 +593,7 @@ def changes_since(state: dict, plan: "Plan", mixture: dict[str, Any]) -> dict[st
     What an older checkpoint lacks counts as unchanged. --minutes chose a horizon, which is compared
     itself."""
     now = asdict(plan.config)
-    for name, spec in flag_specs(type(plan.flags)).items():
-        if spec.recorded and name != "minutes":
-            now[name] = getattr(plan.flags, name)
+    now |= {name: getattr(plan.flags, name) for name in RECORDED if name != "minutes"}
     now |= dict(n_loops=plan.flags.n_loops, **mixture)
     before = asdict(SpiderConfig.from_saved(state["cfg"])) | state.get("flags", {})
     before |= {name: state[name] for name in ("n_loops", *mixture) if name in state}
@@ -616,8 +622,7 @@ def progress_of(
         )
         changed = changes_since(origin.state, plan, loader.mixture)
     if changed.keys() - MOVED:
-        specs = flag_specs(type(flags))
-        evaluates = {name for name, spec in specs.items() if spec.evaluates} | MIXTURE.keys()
+        evaluates = EVALUATES | MIXTURE.keys()
         progress.forget_losses(evaluations=bool(evaluates & changed.keys()))
         # With more data the position may be in an earlier epoch; tables are cleared when an epoch
         # exceeds this one.
@@ -668,9 +673,7 @@ def restore(
     optimizers.load_state_dict(state["optimizer_state_dict"])
     if changed:
         logger.warning(f"settings differ from the run so far: {'; '.join(changed.values())}")
-    specs = flag_specs(type(plan.flags))
-    reads = {name for name, spec in specs.items() if spec.reads} | MIXTURE.keys()
-    if reads & changed.keys():
+    if changed.keys() & (READS | MIXTURE.keys()):
         logger.warning(
             "they change which text a step reads: until each source begins its next epoch, some of "
             "its text is read again, and some is skipped"

@@ -19,9 +19,9 @@ import signal
 import sys
 import time
 import tomllib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, fields
+from dataclasses import field, fields
 from itertools import groupby
 from pathlib import Path
 from typing import IO, Any
@@ -156,225 +156,65 @@ class ProgressBar:
 
 
 class HelpFormatter(argparse.RawDescriptionHelpFormatter):
-    """Keep line breaks of the description, and show defaults."""
+    """Keep line breaks of the description, and show the defaults that are values."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         default = action.default
-        is_off = action.nargs == 0 and default != action.const
-        if is_off or default in (None, argparse.SUPPRESS) or isinstance(default, list | tuple):
+        is_value = isinstance(default, int | float | str) and default != argparse.SUPPRESS
+        if not is_value or default is False or action.nargs == 0:
             return action.help
         return f"{action.help} (default: {default})"
 
 
-# By script: our flag, or what to give instead, and its names in nanoGPT, nanochat, torchtitan,
-# LitGPT and libraries of Hugging Face
-OTHER_NAMES = {
-    "train.py": {
-        "--micro_batch": "batch_size bs device_batch_size local_batch_size "
-        "per_device_train_batch_size",
-        "--grad_accum, of each rank": "gradient_accumulation_steps",
-        "--global_batch BYTES": "total_batch_size global_batch_size",
-        "--seq_len": "block_size max_seq_len max_seq_length max_length context_length",
-        "--target_tokens BYTES (epochs times the text)": "epochs num_epochs num_train_epochs",
-        "--target_tokens BYTES": "lr_decay_iters max_tokens total_tokens",
-        "--target_tokens BYTES for a run, --max_steps to stop it": "max_iters num_iterations "
-        "num_steps steps",
-        "--lr": "learning_rate max_lr matrix_lr",
-        "--min_lr_fraction, of the peak": "min_lr final_lr_frac",
-        "--warmup_steps STEPS": "warmup_iters warmup_ratio",
-        "--schedule wsd --wsd_decay_fraction": "warmdown_ratio",
-        "--schedule cosine or wsd": "lr_scheduler_type decay_lr",
-        "--beta1": "adam_beta1",
-        "--beta2": "adam_beta2",
-        "--optimizer": "optim",
-        "--grad_clip": "max_grad_norm gradient_clipping",
-        "--eval_every STEPS": "eval_interval eval_steps eval_strategy evaluation_strategy",
-        "--eval_tokens BYTES": "eval_iters",
-        "--ckpt_every STEPS": "checkpoint_every save_every save_interval save_steps save_strategy",
-        "--keep_last": "save_total_limit",
-        "--keep_best": "load_best_model_at_end",
-        "--patience": "early_stopping early_stopping_patience",
-        "--log_every STEPS": "log_freq log_interval logging_steps print_every",
-        "--ckpt_dir": "out_dir output_dir save_dir",
-        "--ckpt_dir to save, --resume to load": "checkpoint_dir",
-        "--data_dir": "dataset dataset_name data train_file",
-        "--resume": "init_from resume_from_checkpoint resume_from_step ckpt checkpoint",
-        "--resume DIR --reset_steps": "model_name_or_path",
-        "--run NAME": "run_name wandb_run_name",
-        "--run NAME (without it, wandb is off)": "report_to use_wandb wandb wandb_log",
-        "WANDB_PROJECT in the environment": "wandb_project",
-        "--model, or --set n_prelude_layers=N": "depth n_layer num_hidden_layers",
-        "--model, or --set hidden_size=N": "n_embd hidden_size",
-        "--model, or --set n_heads=N": "n_head n_heads num_attention_heads",
-        "--precision": "dtype bf16 fp16 fp8",
-        "--recompute": "gradient_checkpointing",
-        "--compile": "torch_compile",
-        "--device": "device_type",
-        "--device cpu": "cpu no_cuda",
-        "--deterministic": "full_determinism",
-        "torchrun (docs/scaling.md)": "backend ddp fsdp gpus devices num_nodes",
-        "python sample.py CHECKPOINT": "max_new_tokens num_samples start temperature top_k",
-        "python sample.py CHECKPOINT --eval TEXT": "eval_only do_eval",
-        "python data.py prepare --val_fraction": "val_fraction val_split",
-    },
-    "sample.py": {
-        "--bytes": "max_new_tokens max_tokens max_length length",
-        "--samples": "num_return_sequences num_samples",
-        "--eval TEXT": "eval_only do_eval",
-        "--prompt": "start input",
-        "--temperature": "temp",
-        "--temperature 0": "greedy",
-        "the path of a checkpoint, without a flag": "ckpt checkpoint ckpt_dir init_from model "
-        "model_name_or_path out_dir",
-        "--batch": "batch_size",
-        "--seq_len": "block_size",
-        "--precision": "dtype",
-    },
-    "data.py": {
-        "--out": "output output_dir out_dir",
-        "--field": "text_column text_field column key",
-        "--config": "dataset_config subset",
-        "--val_fraction": "val_split test_size",
-        "--shard_mb": "shard_size",
-        "its path, without a flag": "input input_file dataset data data_dir",
-    },
-}
+# By script: our flag, or what to give instead, and its names in other projects
+OTHER_NAMES = Path(__file__).with_name("other_names.toml")
+SECTIONS = re.compile(r"(train|training|optimizer)\.")  # of torchtitan's and LitGPT's flags
 
 
 class Parser(argparse.ArgumentParser):
-    """ArgumentParser that raises UsageError, with the flag that is meant for an unknown one. It
-    refuses abbreviations, takes --NAME=True and --NAME=False for a switch, and tells the flags that
-    are given from those that are not."""
+    """ArgumentParser that raises UsageError, refuses abbreviations, and names the flag that is
+    meant by an unknown one."""
 
-    def __init__(self, passes_on_to: tuple["Parser", ...] = (), **options):
-        """passes_on_to: parsers of the words that parse_known_args returns."""
+    def __init__(self, **options):
         super().__init__(allow_abbrev=False, formatter_class=HelpFormatter, **options)
-        self.parsers = (self, *passes_on_to)
 
     def error(self, message: str):
-        message = message.replace("ignored explicit argument", "is True or False, not")
         if message.endswith("expected one argument"):
             message += " (one that begins with - as --NAME=VALUE)"
         raise UsageError(f"{message}; see python {self.prog} --help")
 
-    def parse_args(self, args=None, namespace=None):
-        namespace, rest = self.parse_known_args(args, namespace)
-        if rest:
-            self.error(self.describe_word(rest[0]))
-        return namespace
-
     def parse_known_args(self, args=None, namespace=None):
-        """Parse the flags; return the namespace and the words that no flag takes. An unknown flag
-        is an error, before one that is missing."""
+        """Parse a command line, or what follows a command. An unknown word is an error."""
         words = words_of(args)
-        unknown = [self.describe_flag(name) for name in self.unknown_flags(words)]
+        for word in words:
+            if word.endswith("=--"):  # Python 3.11 makes the value a list
+                self.error(f"{word.removesuffix('=--')}: -- is not a value")
+        namespace, unknown = super().parse_known_args(words, namespace)
         if unknown:
-            self.error("; ".join(unknown))
-        if namespace is None:
-            namespace = argparse.Namespace()
-        return super().parse_known_args(self.without_truth_values(words, namespace), namespace)
+            flags = [word for word in unknown if re.match("--?[A-Za-z]", word)]
+            self.error("; ".join(map(self.describe_unknown, flags or unknown[:1])))
+        return namespace, unknown
 
-    def without_truth_values(
-        self, words: Sequence[str], namespace: argparse.Namespace
-    ) -> list[str]:
-        """Return the words as argparse takes them. TOML and sweeps have --NAME=True and
-        --NAME=False: a switch that is off is set in the namespace instead."""
-        out: list[str] = []
-        for word in words:
-            name, _, value = word.partition("=")
-            action = self._option_string_actions.get(name)
-            is_true = value.lower() == "true"
-            if action is not None and value == "--":  # Python 3.11 makes it a list
-                self.error(f"{name}: -- is not a value")
-            if action is None or value.lower() not in ("true", "false"):
-                out.append(word)
-            elif "on" in (action.choices or ()):
-                out.append(f"{name}=on" if is_true else f"{name}=off")
-            elif not is_switch(action):
-                out.append(word)
-            elif is_true:
-                out.append(name)
-            else:
-                setattr(namespace, action.dest, False)
-                out = [other for other in out if other != name]  # the last one counts
-        return out
-
-    def unknown_flags(self, words: Sequence[str]) -> Iterator[str]:
-        """Yield the names of flags that neither this parser nor those of the other words have."""
-        known: dict[str, argparse.Action] = {}
-        for parser in self.parsers:
-            known |= parser._option_string_actions
-        takes_value = False  # argparse says so if there is none
-        for word in words:
-            if word == "--" or (self._subparsers and not word.startswith("-")):
-                return
-            name = word.partition("=")[0]
-            is_flag = re.match("--?[A-Za-z]", word) and " " not in word
-            if is_flag and name not in known and not takes_value:
-                yield name
-            takes_value = word in known and known[word].nargs is None
-
-    def meanings(self) -> dict[str, str]:
-        """Return what to use, by name without dashes."""
+    def describe_unknown(self, word: str) -> str:
+        """Describe an unknown flag or word, with the flag that is meant, if any is like it."""
+        others = tomllib.loads(OTHER_NAMES.read_text())
+        script = self.prog.partition(" ")[0]  # without the command
         meanings: dict[str, str] = {}
-        for parser in self.parsers:
-            script = parser.prog.partition(" ")[0]  # the first word, also of a subcommand's name
-            for remedy, names in OTHER_NAMES.get(script, {}).items():
-                meanings |= dict.fromkeys(names.split(), remedy)
-            meanings |= {without_dashes(flag): flag for flag in parser._option_string_actions}
-        return meanings
+        for remedy, names in others.get(script, others["train.py"]).items():  # as for bench.py
+            meanings |= dict.fromkeys(names.split(), remedy)
+        for flag in re.findall(r"--[\w-]+", self.format_usage()):
+            meanings[without_dashes(flag)] = flag
 
-    def describe_flag(self, name: str) -> str:
-        """Describe an unknown flag, with the one that is meant, if any is like it."""
-        if self._subparsers:
-            return f"flag {name}: write it after the command"
-        meanings = self.meanings()
-        sections = r"^(train|training|optimizer)\."  # of torchtitan and LitGPT
-        plain = re.sub(sections, "", without_dashes(name))
-        positive = plain.removeprefix("no_")
+        kind = "flag" if word.startswith("-") else "word"
+        name = word.partition("=")[0]
+        plain = SECTIONS.sub("", without_dashes(name), count=1)
         if plain in meanings:
-            return f"unknown flag {name}: use {meanings[plain]}"
-        action = self._option_string_actions.get(f"--{positive}")
-        if is_switch(action):
-            return f"unknown flag {name}: use --{positive}=False"
-        if action is not None and "off" in (action.choices or ()):
-            return f"unknown flag {name}: use --{positive}=off"
-        for nearest in difflib.get_close_matches(plain, meanings, 1, cutoff=0.84):  # misspelt
-            return f"unknown flag {name}: the nearest is {meanings[nearest]}"
-        return f"unknown flag {name}"
-
-    def describe_word(self, word: str) -> str:
-        """Describe a word that is no flag and no flag's value, with the remedy."""
-        meanings = self.meanings()
-        name, equals, _ = word.partition("=")
-        if equals and name in meanings:
-            return f"{word}: use {meanings[name]}"
+            return f"unknown {kind} {name}: use {meanings[plain]}"
         if word.endswith((".toml", ".py")) and "config" in meanings:
-            return f"{word}: give a config file, which is TOML, by --config"
-        if word.lower() in ("true", "false"):
-            return f"unexpected {word}: write --NAME={word}, without a space"
-        return f"unexpected word {word}"
-
-    def given(self, argv: Sequence[str] | None) -> dict:
-        """Parse argv; return the values of the flags that it sets, without defaults."""
-        # The parser itself stands for "not set", since it is no flag's value.
-        unset = argparse.Namespace(**dict.fromkeys(vars(self.parse_args([])), self))
-        return {
-            name: value
-            for name, value in vars(self.parse_args(argv, unset)).items()
-            if value is not self
-        }
-
-    def value(self, name: str, value, source: str) -> dict:
-        """Parse the value of a flag as read from `source`, as it would be parsed on the command
-        line."""
-        flag = self._option_string_actions[f"--{name}"]
-        if isinstance(value, bool) and flag.const is None:  # else it would be a text
-            raise UsageError(f"{source}: --{name} is no switch, but {value} is given")
-        try:
-            return self.given([f"--{name}={value}"])
-        except (UsageError, ValueError) as fault:  # such as a number of too many digits to print
-            raise UsageError(f"{source}: {fault}") from None
+            return f"unknown {kind} {word}: give a config file, which is TOML, by --config"
+        for nearest in difflib.get_close_matches(plain, meanings, 1, cutoff=0.8):  # misspelt
+            return f"unknown {kind} {name}: the nearest is {meanings[nearest]}"
+        return f"unknown {kind} {name}"
 
 
 def words_of(argv: Sequence[object] | None) -> list[str]:
@@ -386,93 +226,74 @@ def words_of(argv: Sequence[object] | None) -> list[str]:
     return [str(word) for word in argv]
 
 
-def is_switch(action: argparse.Action | None) -> bool:
-    return isinstance(action, argparse._StoreTrueAction)
-
-
 def without_dashes(flag: str) -> str:
     return flag.lstrip("-").replace("-", "_").lower()
 
 
-@dataclass(frozen=True)
-class FlagSpec:
-    """Describe a flag, besides its name, type and default."""
+def flag(
+    default: object,
+    help: str,
+    type: Callable | None = None,
+    metavar: str | None = None,
+    *,
+    heading: str = "",
+    **options: Any,
+) -> Any:
+    """Declare a flag as a field of a frozen dataclass.
 
-    help: str
-    options: Mapping[str, Any]  # for argparse: type, choices, metavar, nargs, const
-    heading: str = ""  # in --help, above this flag and those after it
-    environment: bool = False  # a variable of the same name, in capitals, sets it
-    recorded: bool = False  # checkpoints have its value
-    reads: bool = False  # it decides which sequences a step reads
-    evaluates: bool = False  # it decides which bytes an evaluation reads
-    # another flag that sets a value of this one: its name, the value, its help
-    alias: tuple[str, object, str] | None = None
-
-
-def flag(default: object, help: str, **settings: Any) -> Any:
-    """Declare a flag as a field of a frozen dataclass. settings: fields of FlagSpec, and options of
-    argparse."""
-    names = FlagSpec.__dataclass_fields__.keys() & settings.keys()
-    own = {name: settings.pop(name) for name in names}
-    return field(default=default, metadata={"flag": FlagSpec(help, settings, **own)})
-
-
-def flag_specs(table: type) -> dict[str, FlagSpec]:
-    """Return the flags that a dataclass declares, by name."""
-    return {one.name: one.metadata["flag"] for one in fields(table)}
+    type, metavar, options: see add_argument; heading: in --help, above this flag."""
+    options |= dict(help=help, type=type, metavar=metavar, heading=heading)
+    return field(default=default, metadata=options)
 
 
 def add_flags(parser: argparse.ArgumentParser, table: type):
-    """Add the flags that a dataclass declares to a parser, grouped by heading."""
+    """Add the flags that a dataclass declares to a parser."""
     group: argparse._ActionsContainer = parser
     for one in fields(table):
-        spec: FlagSpec = one.metadata["flag"]
-        if spec.heading:
-            group = parser.add_argument_group(spec.heading)
-        options = dict(spec.options)
+        options = dict(one.metadata)
+        heading = options.pop("heading")
+        if heading:
+            group = parser.add_argument_group(heading)
         if isinstance(one.default, bool):
-            options["action"] = "store_true"
-        help = spec.help
-        if spec.environment:
-            help += f"; in the environment {one.name.upper()}"
-        group.add_argument(f"--{one.name}", default=one.default, help=help, **options)
-        if spec.alias is not None:
-            name, value, help = spec.alias
-            group.add_argument(
-                f"--{name}",
-                dest=one.name,
-                action="store_const",
-                const=value,
-                default=argparse.SUPPRESS,
-                help=help,
-            )
+            options |= dict(type=truth, nargs="?", const=True, metavar="BOOL")
+        group.add_argument(f"--{one.name}", **options)
 
 
-def read_toml(parser: Parser, path: str) -> dict[str, Any]:
-    """Read the values of a parser's flags from a TOML file; sections are ignored, but group flags
-    for the reader."""
+def parse_words(parser: Parser, source: str, words: Sequence[str]) -> dict[str, Any]:
+    """Parse the words of a source that is named in errors; return the flags by name."""
+    try:
+        return vars(parser.parse_args(words))
+    except UsageError as fault:
+        raise UsageError(f"{source}: {fault}") from None
+
+
+def read_toml(path: str) -> list[str]:
+    """Read a TOML file of flags; return them as the words of a command line. Sections are ignored,
+    but group flags for the reader."""
+    words: dict[str, str] = {}
     try:
         with open(path, "rb") as file:
             content = tomllib.loads(read_whole(file, "config file").decode())
+        entries = list(content.items())
+        for name, value in entries:  # grows in the loop
+            if isinstance(value, dict):
+                entries += value.items()
+            elif name in (*words, "config"):
+                raise ValueError(f"{name} is set already")
+            else:
+                words[name] = f"--{name}={value}"
     except OSError as fault:
         raise UsageError(f"--config: {path}: {fault.strerror}") from None
     except (ValueError, RecursionError) as fault:
         raise UsageError(f"--config: {path}: a config file is TOML: {fault}") from None
-    values: dict[str, Any] = {}
-    assigned = set()  # names of flags; an alias counts as the flag that it sets
-    entries = list(content.items())
-    for name, value in entries:  # grows in the loop
-        if isinstance(value, dict):
-            entries += value.items()
-            continue
-        action = parser._option_string_actions.get(f"--{name}")
-        if action is None or action.dest in ("config", "help"):
-            raise UsageError(f"--config: {path}: {parser.describe_flag(name)}")
-        if action.dest in assigned:
-            raise UsageError(f"--config: {path}: {name} is set twice")
-        assigned.add(action.dest)
-        values |= parser.value(name, value, f"--config: {path}")
-    return values
+    return list(words.values())
+
+
+def truth(text: str) -> bool:
+    """Parse True or False, for `type` of a switch."""
+    if text.lower() not in ("true", "false"):
+        raise argparse.ArgumentTypeError(f"{text!r} is neither True nor False")
+    return text.lower() == "true"
 
 
 # whole number of a flag or in a checkpoint: two of them add up within 64 bits
@@ -595,37 +416,27 @@ def prepare_streams():
         sys.stdout.reconfigure(errors="backslashreplace")
 
 
-def exit_on_error(check: Callable[[], None], prog: str):
-    """Run a check of a script before its imports; exit with one line if it raises an error."""
-    status = run_program(check, prog)
+def start_script(prog: str):
+    """Prepare the process of a script, before it imports torch, which takes seconds.
+
+    Until the imports are done, Ctrl-C ends the process without a traceback. If packages are
+    missing, print a line and exit."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    status = run_program(check_installed, prog)
     if status:
         sys.exit(status)
+    set_allocator()
 
 
-def check_installed(*packages: str):
-    """Raise UsageError if packages are missing, by default those that training imports."""
-    needed = packages or ("numpy", "torch", "loguru")
+def check_installed():
+    """Raise UsageError if packages are missing that every script imports."""
+    needed = ("numpy", "torch", "loguru", "filelock")
     missing = [name for name in needed if importlib.util.find_spec(name) is None]
     if missing:
         raise UsageError(
             f"{sys.executable} has no {', '.join(missing)}: activate the environment that has "
             f"Spider, or install it by pip install -e ."
         )
-
-
-def check_flags_early(parse_args: Callable, prog: str):
-    """Check the command line of a script before it imports torch, which takes seconds; exit if it
-    is bad.
-
-    Until the import is done, Ctrl-C ends the process without a traceback."""
-
-    def check() -> None:
-        parse_args()
-        check_installed()
-
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    exit_on_error(check, prog)
-    print(f"{prog}: starting", file=sys.stderr)
 
 
 def set_allocator():

@@ -11,7 +11,7 @@ import torch
 from loguru import logger
 
 from spider import estimate
-from spider.common import flag_specs, quoted
+from spider.common import quoted
 from spider.distributed import World
 from spider.plan import Plan
 from spider.run import RunProgress, StepEvents
@@ -67,7 +67,7 @@ def describe_plan(
         by_recipe.discard("micro_batch")
     if "micro_batch" in given:
         by_recipe.discard("global_batch")
-    names = [name for name in flag_specs(type(flags)) if name in by_recipe]
+    names = [name for name in vars(flags) if name in by_recipe]
     if names:
         chosen = [as_argument(name, getattr(flags, name)) for name in names]
         lines.append(f"recipe of {plan.recipe}: {' '.join(chosen)}")

@@ -2,10 +2,7 @@
 
 import re
 import signal
-import subprocess
-import sys
 import threading
-import time
 from importlib import metadata
 
 import numpy as np
@@ -20,28 +17,18 @@ from spider.checkpoint import find_checkpoints
 # --------------------------------------------------------------------------------------------------
 # The start
 
-# Run train.py; `found(name)` is called before torch, numpy or loguru is imported.
-TRAIN_UNTIL_IMPORT = """
-import builtins, os, runpy, sys
+# Run train.py as a script. When it imports torch, print its allocator and press Ctrl-C.
+INTERRUPTED_AT_TORCH = """
+import builtins, os, runpy, signal, sys
 imported = builtins.__import__
 def find(name, *rest):
-    if name.partition(".")[0] in ("torch", "numpy", "loguru"):
-        found(name)
+    if name == "torch":
+        print(os.environ.get("PYTORCH_ALLOC_CONF"), flush=True)
+        os.kill(os.getpid(), signal.SIGINT)
     return imported(name, *rest)
 builtins.__import__ = find
-sys.argv = ["train.py", *sys.argv[1:]]
+sys.argv = ["train.py"]
 runpy.run_path("train.py", run_name="__main__")
-"""
-EXIT_AT_IMPORT = """
-def found(name):
-    raise SystemExit(f"imports {name}")
-"""
-PRINT_ALLOCATOR_AT_TORCH = """
-def found(name):
-    if name == "torch":
-        print(os.environ.get("PYTORCH_ALLOC_CONF"))
-        sys.stdout.flush()
-        os._exit(0)
 """
 
 
@@ -60,52 +47,29 @@ def test_an_installation_is_found_from_a_directory_that_holds_a_folder_called_da
 @pytest.mark.parametrize(
     "flags, environ, recipe, defaults",
     (
-        ("--device cpu", dict(SEQ_LEN="64"), "tiny", ("4096", "computed from the horizon")),
-        ("--model=original", {}, "original", ("2048", "0.0003")),
+        ("--device cpu", dict(SEQ_LEN="64"), "tiny", ["4096", "computed from the horizon"]),
+        ("--model=original", {}, "original", ["2048", "0.0003"]),
     ),
 )
-def test_help_has_the_defaults_of_the_recipe_without_importing_torch(
-    flags, environ, recipe, defaults
-):
-    done = run_python(
-        EXIT_AT_IMPORT + TRAIN_UNTIL_IMPORT, *flags.split(), "--help", PATH="", **environ
-    )
-    assert done.returncode == 0 and done.stderr == ""
-    words = " ".join(done.stdout.split())
+def test_help_has_the_defaults_of_the_recipe(flags, environ, recipe, defaults, capsys):
+    with pytest.raises(SystemExit) as ended:
+        train.parse_args([*flags.split(), "--help"], environ)
+    words = " ".join(capsys.readouterr().out.split())
+    assert ended.value.code == 0
     assert f"defaults below are those of --model {recipe}." in words
     found = [
         re.search(rf"--{flag} .*?default: (.*?)\)", words)[1]
         for flag in ("seq_len BYTES", "lr RATE")
     ]
-    assert (*found,) == defaults
+    assert found == defaults
 
 
-def test_first_line_of_a_good_command_comes_before_torch_is_imported():
-    done = run_python(EXIT_AT_IMPORT + TRAIN_UNTIL_IMPORT, "--max_steps=1")
-    assert done.stderr.splitlines() == ["train.py: starting", "imports numpy"]
-
-
-def test_ctrl_c_during_the_start_ends_it_without_a_traceback(tmp_path):
-    process = subprocess.Popen(
-        [sys.executable, str(ROOT / "train.py"), "--mock_data"],
-        cwd=tmp_path,
-        text=True,
-        stderr=subprocess.PIPE,
-    )
-    first = process.stderr.readline()  # at once; the imports come now
-    time.sleep(0.3)
-    process.send_signal(signal.SIGINT)
-    rest = process.communicate(timeout=120)[1]
-    assert first == "train.py: starting\n"
-    assert rest in ("", "SIGINT: stopping; repeat to quit at once\n")
-    assert process.returncode == -signal.SIGINT
-
-
-def test_torchs_allocator_is_set_before_torch_is_imported(monkeypatch):
+def test_before_torch_is_imported_its_allocator_is_set_and_ctrl_c_needs_no_traceback(monkeypatch):
     monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
     monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
-    done = run_python(PRINT_ALLOCATOR_AT_TORCH + TRAIN_UNTIL_IMPORT, "--mock_data")
-    assert done.stdout.strip() == "expandable_segments:True", done.stderr
+    done = run_python(INTERRUPTED_AT_TORCH)
+    assert (done.returncode, done.stderr) == (-signal.SIGINT, "")
+    assert done.stdout == "expandable_segments:True\n"
 
 
 # --------------------------------------------------------------------------------------------------
@@ -173,8 +137,7 @@ def test_libraries_are_quiet_and_variables_of_the_environment_are_logged(tmp_pat
     """
     done = command(*flags.split(), cwd=tmp_path, SEQ_LEN="64", N_LOOPS="1")
     assert done.returncode == 0, done.stderr
-    first, *lines = done.stderr.splitlines()
-    assert first == "train.py: starting"
+    lines = done.stderr.splitlines()
     assert all(re.match(r"\d\d:\d\d:\d\d ", line) for line in lines), done.stderr
     assert " environment: --n_loops 1 --seq_len 64" in done.stderr
 

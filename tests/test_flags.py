@@ -3,6 +3,7 @@
 import math
 import random
 from contextlib import suppress
+from dataclasses import fields
 
 import pytest
 
@@ -11,9 +12,9 @@ import train
 from conftest import metrics, run_flags, settled
 from spider.common import UsageError
 from test_witnesses import Operations
-from train import SPECS, Flags, parse_args
+from train import Flags, parse_args
 
-PARSERS = {name: spec.options["type"] for name, spec in SPECS.items() if "type" in spec.options}
+SPECS = {one.name: one.metadata for one in fields(Flags)}
 
 
 def parsed(*argv, **environ) -> train.CommandLine:
@@ -53,11 +54,9 @@ def test_variables_of_the_original_set_their_flags():
         ("--keep_best=True", "keep_best", True),
         ("--mock_data=false", "mock_data", False),
         ("--compile=true", "compile", "on"),
+        ("--keep_best", "keep_best", True),
         ("--target_tokens=10e9", "target_tokens", 10**10),
-        ("--n_loops=4096", "n_loops", 4096),
         ("--max_steps=4611686018427387903", "max_steps", (1 << 62) - 1),
-        ("--lr=1000", "lr", 1000.0),
-        ("--run=True", "run", "True"),
     ),
 )
 def test_a_short_form_sets_its_flag(word, flag, value):
@@ -106,9 +105,7 @@ def test_runs_of_other_origins_have_directories_of_their_own(argv, directory):
 # --------------------------------------------------------------------------------------------------
 # Choices, and what checkpoints record
 
-CHOICES = {
-    name: spec.options["choices"] for name, spec in SPECS.items() if "choices" in spec.options
-}
+CHOICES = {name: spec["choices"] for name, spec in SPECS.items() if "choices" in spec}
 SLOW = {"compile": [pytest.mark.slow]}  # it tests the compiler
 
 
@@ -162,23 +159,17 @@ def test_a_flag_that_a_checkpoint_records_has_a_golden_value():
 @pytest.mark.parametrize(
     "text, fault",
     (
-        ("lrr = 1", "unknown flag lrr"),
-        ("[x]\nbatch_size = 1", "unknown flag batch_size: use --micro_batch"),
-        ("lr = 2000", "--lr"),
-        ('lr = "--"', "--lr: -- is not a value"),
+        ("lrr = 1", "unknown flag --lrr: the nearest is --lr"),
+        ("[x]\nbatch_size = 1", "unknown flag --batch_size: use --micro_batch"),
+        ("lr = 2000", "argument --lr: '2000' is not a number"),
+        ('mock_data = "yes"', "--mock_data"),
         ("lr = 0x" + "f" * 6000, "4300 digits"),
         ("#" * 16_385, "longer than 16,384 bytes"),
-        ("run = true", "--run is no switch"),
-        ("steps", ""),
-        (b"\xff", ""),
-        ('mock_data = "yes"', "--mock_data"),
-        ('config = "a"', "unknown flag config"),
-        (None, "No such file"),
-        ("help = true", "unknown flag help"),
-        ("lr = 1\n[x]\nlr = 2", "lr is set twice"),
-        ('recompute = "all"\n[x]\nno_gradient_checkpointing = true', "set twice"),
         ("a = " + "[" * 100_000, ""),
-        ('data_dir = "a\\u0000b"', "--data_dir: 'a\\x00b' is not a path"),
+        (b"\xff", ""),
+        (None, "No such file"),
+        ('config = "a"', "config is set already"),
+        ("lr = 1\n[x]\nlr = 2", "lr is set already"),
     ),
 )
 def test_a_bad_config_file_is_one_line_with_its_name(tmp_path, text, fault):
@@ -232,7 +223,7 @@ def test_values_out_of_range_are_refused(word):
 EXTREMES = "1e300 1e18 4611686018427387903 1000 1 1e-46 5e-324 -0.0 0".split()
 # or a large run
 LONG = {"seq_len", "micro_batch", "grad_accum", "global_batch", "max_steps", "n_loops", "minutes"}
-PATHS = {"data_dir", "ckpt_dir", "resume", "config"}
+TEXTS = {"data_dir", "ckpt_dir", "resume", "config", "set", "sample_prompt", "run"}
 QUICK = {"lr"}
 
 
@@ -241,15 +232,15 @@ QUICK = {"lr"}
     "name",
     [
         pytest.param(name, marks=() if name in QUICK else pytest.mark.slow)
-        for name in PARSERS
-        if name not in LONG | PATHS
+        for name, spec in SPECS.items()
+        if spec["metavar"] and name not in LONG | TEXTS
     ],
 )
 def test_the_extremes_of_a_number_give_a_run_or_one_line(tmp_path, shards, capsys, name, optimizer):
     taken = []
     for text in EXTREMES:
         with suppress(Exception):
-            taken.append((PARSERS[name](text), text))
+            taken.append((SPECS[name]["type"](text), text))
     for _, text in (min(taken), max(taken)):
         flags = ("--optimizer", optimizer, f"--{name}={text}")
         status = train.command_line(run_flags(shards, tmp_path / text, *flags, steps=3))

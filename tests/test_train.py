@@ -169,9 +169,8 @@ def test_the_rate_of_a_step(flags, step, horizon, factor):
 
 
 def test_each_schedule_has_its_rates_in_the_table_and_others_are_refused():
-    missing = {*train.SPECS["schedule"].options["choices"]} - {
-        flags.schedule for flags, *_ in RATES
-    }
+    choices = train.Flags.__dataclass_fields__["schedule"].metadata["choices"]
+    missing = {*choices} - {flags.schedule for flags, *_ in RATES}
     assert not missing, f"{missing}: add a step's rate by the formula to RATES"
     with pytest.raises(ValueError, match="'none such' has no rates"):
         lr_factor(70, 100, replace(FLAGS, schedule="none such"))
