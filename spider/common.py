@@ -285,7 +285,7 @@ def read_toml(path: str) -> list[str]:
     except OSError as fault:
         raise UsageError(f"--config: {path}: {fault.strerror}") from None
     except (ValueError, RecursionError) as fault:
-        raise UsageError(f"--config: {path}: a config file is TOML: {fault}") from None
+        raise UsageError(f"--config: {path}: not a TOML file of flags: {fault}") from None
     return list(words.values())
 
 

@@ -129,8 +129,7 @@ def test_a_closed_pipe_ends_it_silently_and_torch_dynamo_is_not_imported(trained
     lines = (tmp_path / "stderr").read_text().splitlines()
     imports = [line for line in lines if line.startswith("import time:")]
     others = [line for line in lines if not line.startswith("import time:")]
-    assert others[0] == "sample.py: starting" and "the newest checkpoint" in others[1]
-    assert len(others) == 2
+    assert len(others) == 1 and "the newest checkpoint" in others[0]
     assert not [line for line in imports if "torch._dynamo" in line]  # which takes a second
 
 
@@ -260,7 +259,7 @@ def test_ctrl_c_ends_a_dialogue_at_its_prompt(trained):
         os.write(ours, b"\x03")
         with suppress(subprocess.TimeoutExpired):
             process.wait(timeout=20)  # a second one would end a slow exit by the signal
-    assert process.returncode == 130 and process.stderr.read() == b"sample.py: starting\n"
+    assert process.returncode == 130 and process.stderr.read() == b""
     os.close(ours)
 
 
