@@ -166,14 +166,14 @@ class HelpFormatter(argparse.RawDescriptionHelpFormatter):
         return f"{action.help} (default: {default})"
 
 
-# By script: our flag, or what to give instead, and its names in other projects
+# By script: a flag, or what to give instead, and the names of that flag in other projects
 OTHER_NAMES = Path(__file__).with_name("other_names.toml")
-SECTIONS = re.compile(r"(train|training|optimizer)\.")  # of torchtitan's and LitGPT's flags
+SECTIONS = re.compile(r"^(train|training|optimizer)\.")  # of torchtitan's and LitGPT's flags
 
 
 class Parser(argparse.ArgumentParser):
-    """ArgumentParser that raises UsageError, refuses abbreviations, and names the flag that is
-    meant by an unknown one."""
+    """ArgumentParser that raises UsageError, refuses abbreviations, and suggests a flag for an
+    unknown one."""
 
     def __init__(self, **options):
         super().__init__(allow_abbrev=False, formatter_class=HelpFormatter, **options)
@@ -184,7 +184,9 @@ class Parser(argparse.ArgumentParser):
         raise UsageError(f"{message}; see python {self.prog} --help")
 
     def parse_known_args(self, args=None, namespace=None):
-        """Parse a command line, or what follows a command. An unknown word is an error."""
+        """Parse a command line, or the rest of it after a command such as prepare.
+
+        Raise UsageError for a word that is unknown."""
         words = words_of(args)
         for word in words:
             if word.endswith("=--"):  # Python 3.11 makes the value a list
@@ -207,7 +209,7 @@ class Parser(argparse.ArgumentParser):
 
         kind = "flag" if word.startswith("-") else "word"
         name = word.partition("=")[0]
-        plain = SECTIONS.sub("", without_dashes(name), count=1)
+        plain = SECTIONS.sub("", without_dashes(name))
         if plain in meanings:
             return f"unknown {kind} {name}: use {meanings[plain]}"
         if word.endswith((".toml", ".py")) and "config" in meanings:
