@@ -935,7 +935,7 @@ def main(
             closing.enter_context(common.locked(directory))
         return load_origin(directory, flags.resume, flags.reset_steps)
 
-    origin = world.on_rank0(open_directory)
+    origin = world.on_rank0(open_directory, Origin.without_tensors)
     plan = settle(command, RECIPES, world, origin, model_class, sources)
     loader = Loader(sources, plan.flags.seq_len, flags.seed)
     if flags.minutes and not origin.resumes:

@@ -20,10 +20,9 @@ import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from pathlib import Path
-from types import UnionType
-from typing import IO, TYPE_CHECKING, Any, NamedTuple, get_args, get_origin, get_type_hints
+from typing import IO, TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from loguru import logger
@@ -31,18 +30,31 @@ from torch import Tensor, nn
 
 from spider import common
 from spider.common import LARGEST, CheckpointError, UsageError
-from spider.config import MAX_LOOPS, PRESETS, SpiderConfig
+from spider.config import PRESETS, SpiderConfig
 from spider.distributed import World
 from spider.optim import Optimizers
 from spider.run import RunProgress
-from spider.state import check_tree, copy_to_host, kind_of, load_model
+from spider.state import copy_to_host, load_model
 
 if TYPE_CHECKING:
     from data import Loader
     from spider.plan import Plan
 
 REQUIRED = {"model_state_dict", "optimizer_state_dict", "step", "cfg"}
-WEIGHT_DTYPES = {torch.float64, torch.float32, torch.float16, torch.bfloat16}
+# types of a checkpoint's entries
+ENTRIES: dict[str, Any] = {one.name: one.type for one in fields(RunProgress)} | dict(
+    model_state_dict=dict,
+    optimizer_state_dict=dict,
+    cfg=dict,
+    recipe=str,
+    flags=dict,
+    targets=list,
+    shares=list,
+)
+# types of recorded flags that have an effect before they are compared with the run's
+FLAGS: dict[str, Any] = dict(
+    seq_len=int, eval_tokens=int, target_tokens=int, minutes=float | int | None, data_dir=str
+)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -58,18 +70,14 @@ def write_archive(file: IO[bytes], state: dict):
 
 
 def check_archive(path: Path, sums: bool):
-    """Raise ValueError or BadZipFile if the records of an archive have more bytes than the file, or
-    its pickle has too many: a small file could fill the memory.
+    """Raise ValueError or BadZipFile if the records of an archive have more bytes than the file: a
+    small file could fill the memory.
 
     sums: the same if they do not match the archive's own checksums, which torch.load ignores."""
     with zipfile.ZipFile(path) as archive:
         records = archive.infolist()
         if sum(record.file_size for record in records) > path.stat().st_size:
             raise ValueError("its records are compressed, or overlap")
-        limit = common.LIMITS["data.pkl"]
-        for record in records:
-            if record.filename.endswith("/data.pkl") and record.file_size > limit:
-                raise ValueError(f"{record.filename} is longer than {limit:,} bytes")
         damaged = archive.testzip() if sums else None
         for record in records:
             if damaged is None and record.external_attr:
@@ -119,90 +127,56 @@ def load_checkpoint(path: Path, mapped: bool = False) -> dict:
                 raise CheckpointError(
                     f"{path} is not a Spider checkpoint: it lacks {', '.join(sorted(missing))}"
                 )
-        check_recorded(state)
-        check_tree(state, "state", set())
-        # a checkpoint of an early version has no other
-        state.setdefault("n_loops", SpiderConfig.from_saved(state["cfg"]).n_loops)
-    return state
+        return recorded(state)
 
 
-# By key, the type of what a run saves; any key may be absent.
-Metric = float | int | None
-TYPES = get_type_hints(RunProgress) | dict(
-    metrics=dict[str, Metric] | None,
-    wandb=dict[str, str] | None,
-    recipe=str,
-    targets=list[int],
-    shares=list[float],
-    flags=dict[str, Metric | str],
-    cfg=dict,
-    model_state_dict=dict,
-    optimizer_state_dict=dict,
-    # flags that have an effect before they are compared with the run's
-    seq_len=int,
-    eval_tokens=int,
-    target_tokens=int,
-    minutes=Metric,
-    data_dir=str,
-)
-RANGES = {  # where a number must not be just any from 0 on
-    "n_loops": (1, MAX_LOOPS),
-    "targets": (0, LARGEST),
-    "seq_len": (2, 1 << 24),
-    "eval_tokens": (1, LARGEST),
-    "target_tokens": (1, LARGEST),
-}
+def recorded(state: dict) -> dict:
+    """Return the entries of a checkpoint that a run knows. Raise ValueError or TypeError if one has
+    a value that no run records. Its tensors are not looked at."""
+    known = {name: state[name] for name in ENTRIES if name in state}
+    config = SpiderConfig.from_saved(known["cfg"])
+    known.setdefault("n_loops", config.n_loops)  # a checkpoint of an early version has no other
+    replace(config, n_loops=known["n_loops"])  # checks it
+    flags = known.get("flags", {})
+    for values, types in ((known, ENTRIES), (flags, FLAGS)):
+        for name, value in values.items():
+            if not isinstance(value, types.get(name, object)):
+                raise ValueError(f"{name} has a value that no run records")
+    for name in known.keys() - {"cfg", "model_state_dict", "optimizer_state_dict"}:
+        check_plain(name, known[name])
+    if known.get("recipe", "1b") not in PRESETS or 0 in [flags.get(name) for name in FLAGS]:
+        raise ValueError("recipe or flags have a value that no run records")
+    return known
 
 
-def check_recorded(state: dict):
-    """Raise ValueError unless a state has a valid `cfg`, and values of the TYPES. Its tensors are
-    not looked at."""
-    check_types(state)
-    check_types(state.get("flags", {}))
-    if state.get("recipe", "1b") not in PRESETS:
-        raise ValueError("recipe has a value that no run saves")
-    SpiderConfig.from_saved(state["cfg"])
-
-
-def check_types(values: dict):
-    """Raise ValueError unless values by name have their TYPES, and numbers are in their ranges. NaN
-    is in none, since a comparison with it decides silently."""
-    for name in TYPES.keys() & values.keys():
-        value = values[name]
-        valid = is_a(value, TYPES[name])
-        low, high = RANGES.get(name, (0, math.inf))
-        for number in value if isinstance(value, list) else [value]:
-            if isinstance(number, (int, float)) and not low <= number <= high:
-                valid = False
+def check_plain(name: str, value: Any):
+    """Raise ValueError unless a recorded value is None, a number, text where runs record text, or a
+    list or dict of these. Whole numbers, and all numbers of flags, are from 0 to LARGEST."""
+    bounded: Any = int | float if name == "flags" else int
+    types: Any = float | None
+    entries = [value]
+    if isinstance(value, list):
+        types = float
+        entries = value
+    elif isinstance(value, dict):
+        check_plain("recipe", [*value])  # the names
+        entries = [*value.values()]
+    if name in ("flags", "wandb", "recipe"):
+        types = float | str | None
+    for entry in entries:
+        valid = isinstance(entry, types)
+        if isinstance(entry, bounded):
+            valid = 0 <= entry <= LARGEST
         if not valid:
-            raise ValueError(f"{name} has a value that no run saves")
-
-
-def is_a(value: Any, kind: Any) -> bool:
-    """Return whether a value is of an annotated type: a class, a union, a list or a dict of values
-    of a class."""
-    if isinstance(kind, UnionType):
-        return any(is_a(value, part) for part in get_args(kind))
-    if isinstance(value, bool) and kind is not bool:  # True is no number of loops
-        return False
-    if not isinstance(value, get_origin(kind) or kind):
-        return False
-    match get_args(kind):
-        case [entry_kind]:
-            return all(isinstance(entry, entry_kind) for entry in value)
-        case [_, entry_kind]:
-            return all(isinstance(entry, entry_kind) for entry in value.values())
-    return True
+            raise ValueError(f"{name} has a value that no run records")
 
 
 def check_weights(path: Path, state: dict, model: nn.Module):
-    """Raise CheckpointError unless a state's weights have the names and shapes of a model's.
-
-    Floating-point weights may have any of the WEIGHT_DTYPES. The model may be on the meta
-    device."""
+    """Raise CheckpointError unless a state's weights have the names, shapes and kinds of a model's,
+    which may be on the meta device. Floating-point weights may have any precision."""
     with reading(path):
-        expected = weight_kinds(model.state_dict())
-        saved = weight_kinds(state["model_state_dict"])
+        expected = kinds_of(model.state_dict())
+        saved = kinds_of(state["model_state_dict"])
         names = expected.keys() | saved.keys()
         odd = sorted(str(name) for name in names if expected.get(name) != saved.get(name))
     if odd:
@@ -213,14 +187,13 @@ def check_weights(path: Path, state: dict, model: nn.Module):
         )
 
 
-def weight_kinds(weights: dict) -> dict[object, object]:
-    """Return by name what a saved weight must have in common with a model's: the shape, and the
-    dtype unless it is one of the WEIGHT_DTYPES."""
-    kinds = kind_of(weights)
-    for name, weight in weights.items():
-        if isinstance(weight, Tensor) and weight.dtype in WEIGHT_DTYPES:
-            kinds[name] = weight.shape
-    return kinds
+def kinds_of(weights: dict[str, Tensor]) -> dict[str, tuple]:
+    """Return by name what a saved weight must have in common with a model's: shape, layout, and
+    the dtype unless both are floating-point tensors."""
+    return {
+        name: (tuple(weight.shape), weight.layout, weight.dtype.is_floating_point or weight.dtype)
+        for name, weight in weights.items()
+    }
 
 
 # --------------------------------------------------------------------------------------------------
@@ -268,8 +241,7 @@ def check_regular(path: Path):
 
 def read_json(path: Path) -> Any:
     check_regular(path)
-    with open(path, "rb") as file:
-        return json.loads(common.read_whole(file, "JSON file"))
+    return json.loads(path.read_bytes())
 
 
 def read_export(path: Path) -> dict:
@@ -372,6 +344,12 @@ class Origin(NamedTuple):
     def flags(self) -> dict:
         """The flags that the checkpoint recorded."""
         return {} if self.state is None else self.state.get("flags", {})
+
+    def without_tensors(self) -> "Origin":
+        """Return what all ranks know of a checkpoint that rank 0 has read."""
+        if self.state is None:
+            return self
+        return self._replace(state=self.state | dict(model_state_dict={}, optimizer_state_dict={}))
 
     def is_in(self, directory: str) -> bool:
         """Return whether a run continues in the directory of its checkpoint."""
@@ -616,10 +594,8 @@ def progress_of(
     changed: dict[str, str] = {}
     if origin.resumes:
         assert origin.state is not None
-        known = {one.name for one in fields(RunProgress)}
-        progress = RunProgress(
-            **{name: value for name, value in origin.state.items() if name in known}
-        )
+        names = vars(progress).keys() & origin.state.keys()
+        progress = RunProgress(**{name: origin.state[name] for name in names})
         changed = changes_since(origin.state, plan, loader.mixture)
     if changed.keys() - MOVED:
         evaluates = EVALUATES | MIXTURE.keys()

@@ -469,10 +469,8 @@ LIMITS = {
     "record": 32 * MIB,  # a value of JSON, or a line or a cell of CSV
     "prompt": 32 * MIB,
     "metadata.json": 32 * MIB,
-    "JSON file": 4 * MIB,  # in an export
     "config file": MIB >> 6,  # a name of thousands of dotted parts takes quadratic time and memory
     "line": MIB,  # in metrics.jsonl
-    "data.pkl": 16 * MIB,  # in a checkpoint: all but its tensors
 }
 
 

@@ -333,16 +333,9 @@ def primes_below(limit: int, count: int) -> tuple[int, ...]:
     for n in range(limit, 1, -1):
         if len(primes) == count:
             break
-        if is_prime(n):
+        if all(n % divisor for divisor in range(2, math.isqrt(n) + 1)):
             primes.append(n)
     return tuple(primes)
-
-
-def is_prime(n: int) -> bool:
-    """Return whether a number above 1 is prime."""
-    if n % 2 == 0:
-        return n == 2
-    return all(n % divisor for divisor in range(3, math.isqrt(n) + 1, 2))
 
 
 # --------------------------------------------------------------------------------------------------

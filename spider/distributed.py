@@ -31,7 +31,6 @@ from torch import Tensor, nn
 
 # torch._C adds it to the module
 from torch.multiprocessing import _prctl_pr_set_pdeathsig  # type: ignore[attr-defined]
-from torch.utils._pytree import tree_map_only
 
 from spider import common
 from spider.common import UsageError, WorldError
@@ -186,9 +185,9 @@ class World:
         """Return whether something holds on all ranks."""
         return int(self.sum(torch.tensor(int(holds), device=self.device))) == self.ranks
 
-    def on_rank0(self, work: Callable):
-        """Run `work` on rank 0, and return its result (or raise its error) on every rank. On the
-        other ranks, the result's tensors are on the meta device."""
+    def on_rank0(self, work: Callable, for_others: Callable = lambda result: result):
+        """Run `work` on rank 0, and return its result (or raise its error) on every rank; the other
+        ranks get `for_others(result)`, which is sent to them."""
         if self.ranks == 1:
             return work()
         result = None
@@ -196,7 +195,7 @@ class World:
         if self.is_rank0:
             try:
                 result = work()
-                broadcast[0] = tree_map_only(Tensor, lambda t: t.to("meta"), result)
+                broadcast[0] = for_others(result)
             except Exception as fault:
                 broadcast[1] = fault
         dist.broadcast_object_list(broadcast, 0, device=self.device)
@@ -244,6 +243,7 @@ class Sharding:
     """How a model is spread over ranks, as shards, replicas or both: not at all, in this base class
     for one process."""
 
+    world = World({})
     ranks = 1
     params: Sequence[ShardedParameter] = ()
 

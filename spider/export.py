@@ -70,7 +70,7 @@ def write_export(path: Path, saved: dict, directory: str):
             finally:
                 shutil.rmtree(unfinished, ignore_errors=True)
         sync(target.parent)
-    except (OSError, library.SafetensorError) as fault:
+    except (OSError, RuntimeError, library.SafetensorError) as fault:
         reason = getattr(fault, "strerror", None) or fault
         raise CheckpointError(f"--export: {directory} cannot be written: {reason}") from None
     size = sum(file.stat().st_size for file in target.iterdir())

@@ -20,7 +20,6 @@ import signal
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from copy import deepcopy
 from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -49,7 +48,7 @@ from spider.machine import multiplies_bf16
 from spider.memory import EngramTable
 from spider.optim import RowwiseAdagrad
 from spider.scoring import Reading, Totals, score_batches, score_model
-from spider.state import load_optimizers
+from spider.state import load_model, load_optimizers
 from spider.vocabulary import BOS_ID, EOS_ID, IGNORED, PAD_ID
 from spider_model import Spider
 
@@ -135,7 +134,7 @@ def model_of(
         model = model_class(SpiderConfig.from_saved(saved["cfg"]))
     model.to_empty(device=device)
     model.init_weights()  # also buffers, which are not in the file
-    model.load_state_dict(saved["model_state_dict"])
+    load_model(model, saved["model_state_dict"])
     model.compute_dtype = dtype
     remark = model.choose_backend()
     if remark:
@@ -472,8 +471,7 @@ class Adaptation:
         self.model = model
         self.n_loops = n_loops
         self.adagrad = RowwiseAdagrad(tables, RATE)
-        # it would be changed in place, and the checkpoint is used again
-        load_optimizers(UNSHARDED, {"engram": self.adagrad}, {"engram": deepcopy(accumulators)})
+        load_optimizers(UNSHARDED, {"engram": self.adagrad}, {"engram": accumulators})
         dense = [p for p in model.parameters() if p not in self.adagrad.tables]
         self.adamw = torch.optim.AdamW(dense, DENSE_RATE, weight_decay=0, fused=True)
         # The accumulators are of gradients of a mean over so many bytes.

@@ -175,7 +175,7 @@ class Optimizers:
         if optimizer == "adamw8bit":
             self.by_name["adamw8bit"] = adamw_8bit(groups, lr, betas, self.sharding.params)
         else:
-            self.by_name["adamw"] = torch.optim.AdamW(groups, lr=lr, betas=betas, fused=True)
+            self.by_name["adamw"] = AdamW(groups, lr=lr, betas=betas, fused=True)
         self.adagrad: RowwiseAdagrad | None = None
         if self.tables:
             self.adagrad = RowwiseAdagrad(self.tables, engram_lr)
@@ -209,7 +209,7 @@ class Optimizers:
         return optimizer_states(self.sharding, self.by_name)
 
     def load_state_dict(self, states: dict):
-        """Load the states of all optimizers, but keep this run's settings. Raise CheckpointError if
+        """Copy the states of all optimizers, but keep this run's settings. Raise CheckpointError if
         one does not fit."""
         load_optimizers(self.sharding, self.by_name, states)
 
@@ -241,6 +241,10 @@ class Muon(torch.optim.Optimizer):
         self.assignment = assignment
         matrix = self.param_groups[0]["params"][0]
         self.dtype = torch.bfloat16 if multiplies_bf16(matrix.device) else torch.float32
+
+    def make_state(self, p: Tensor):
+        """Make the state of a parameter, before its first step."""
+        self.state[p]["momentum_buffer"] = torch.zeros_like(p)
 
     @torch.no_grad()
     def step(self) -> None:  # type: ignore[override]  # torch's may also evaluate the loss
@@ -290,10 +294,9 @@ class Muon(torch.optim.Optimizer):
         for p, grad, out, part in zip(
             params, grads, ahead.split(counts), fresh.split(counts), strict=True
         ):
-            state = self.state[p]
-            if not state:
-                state["momentum_buffer"] = torch.zeros_like(p)
-            buffer = state["momentum_buffer"].view(out.shape)
+            if not self.state[p]:
+                self.make_state(p)
+            buffer = self.state[p]["momentum_buffer"].view(out.shape)
             grad = grad.reshape(out.shape)
             buffer.lerp_(grad, part)
             # Nesterov's lerp(grad, buffer, momentum), divided by 1 - momentum: orthogonalization
@@ -396,6 +399,11 @@ class RowwiseAdagrad(torch.optim.Optimizer):
             table.claimed = True
         super().__init__([*self.tables], dict(lr=lr))
 
+    def make_state(self, p: Tensor):
+        """Make the state of a table, before its first step."""
+        dtype = torch.promote_types(p.dtype, torch.float32)  # of gradients
+        self.state[p]["sum"] = torch.zeros(len(p), dtype=dtype, device=p.device)
+
     @torch.no_grad()
     def step(self) -> None:  # type: ignore[override]  # torch's may also evaluate the loss
         for group in self.param_groups:
@@ -408,11 +416,11 @@ class RowwiseAdagrad(torch.optim.Optimizer):
         """Step a table's rows, see EngramTable.merged."""
         row, grad = merged
         length = torch.linalg.vector_norm(grad, dim=1)
-        state = self.state[p]
-        if not state:
-            state["sum"] = length.new_zeros(len(p))
-        state["sum"].index_add_(0, row, length.square_().div_(grad.shape[1]))
-        scale = -lr / (state["sum"].index_select(0, row).sqrt_() + 1e-10)
+        if not self.state[p]:
+            self.make_state(p)
+        total = self.state[p]["sum"]
+        total.index_add_(0, row, length.square_().div_(grad.shape[1]))
+        scale = -lr / (total.index_select(0, row).sqrt_() + 1e-10)
         update = (grad * scale[:, None]).to(p.dtype)
         p.index_add_(0, row, update)  # with alpha it is ten times slower on a CPU
 
@@ -429,7 +437,20 @@ class RowwiseAdagrad(torch.optim.Optimizer):
 
 
 # --------------------------------------------------------------------------------------------------
-# 8-bit AdamW
+# AdamW
+
+
+class AdamW(torch.optim.AdamW):
+    """torch's AdamW, whose state can be made before the first step."""
+
+    def make_state(self, p: Tensor):
+        """Make the state of a parameter, as a fused first step does."""
+        self.state[p] = dict(
+            step=torch.zeros((), dtype=torch.float32, device=p.device),
+            exp_avg=torch.zeros_like(p),
+            exp_avg_sq=torch.zeros_like(p),
+        )
+
 
 MIN_8BIT = 4096  # elements; smaller parameters have fp32 states
 
@@ -459,6 +480,11 @@ def adamw_8bit(
         whole_sizes[param.local] = size
 
     class AdamW8bit(bitsandbytes.optim.AdamW8bit):
+        def make_state(self, p):
+            """Make the state of a parameter, which does not depend on its group's settings."""
+            group = self.param_groups[0] | dict(params=[p])
+            self.init_state(group, p, 0, 0)
+
         def get_config(self, gindex, pindex, group):
             p = group["params"][pindex]
             config = super().get_config(gindex, pindex, group)

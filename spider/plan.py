@@ -7,6 +7,7 @@ Then come what --minutes chooses, warnings of a horizon that does not suit, and 
 import math
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -94,7 +95,7 @@ def settle(
     with torch.device("meta"):
         model = model_class(config)
     if origin.state is not None and origin.path is not None:
-        check_weights(origin.path, origin.state, model)
+        world.on_rank0(partial(check_weights, origin.path, origin.state, model))
 
     if not estimate.tables_of(model):
         if flags.engram_reset and "engram_reset" in given:

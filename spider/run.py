@@ -47,8 +47,8 @@ class RunProgress:
     best_loss: float = math.inf  # lowest validation loss, nats per byte
     val_loss: float | None = None  # validation loss after the last step, if it was evaluated
     unimproved: int = 0  # last evaluations in a row that did not lower best_loss
-    metrics: dict[str, Any] | None = None  # the last step's line of metrics.jsonl
-    recent: list[float] = field(default_factory=list)  # the last RECENT losses
+    metrics: dict | None = None  # the last step's line of metrics.jsonl
+    recent: list = field(default_factory=list)  # the last RECENT losses
     lowest_peak: float = math.inf  # the smallest max(recent) so far
     # the last EXPLODED_STEPS losses exceed EXPLODED * lowest_peak, or the last loss is above
     # ln(vocab_size) + 1

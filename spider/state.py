@@ -3,10 +3,10 @@
 To save: `model_state` and `optimizer_states` return it with `ShardedRows` where each rank has only
 a part, and `copy_to_host` copies it to host memory. checkpoint.py writes the copy to a file.
 
-To load: checkpoint.py reads a file on rank 0, and the other ranks get the same state with tensors
-on the meta device. `load_model` and `load_optimizers` broadcast it, and each rank keeps its rows.
-Before that, `check_tree` and `check_fits` refuse tensors that are not what a run saves: kernels
-and collectives trust shapes and dtypes, and torch does not check them.
+To load: model and optimizers first make their own state, as in a new run. `load_model` and
+`load_optimizers` then copy the values of a file into it by name. So shapes, dtypes and layouts are
+the run's own, whatever the file holds. With several ranks, only rank 0 reads the file; it
+broadcasts each value, and every rank keeps its rows.
 
 The state of an optimizer is torch's: `param_groups`, and `state`, which has a dict of values for
 each parameter, by its number.
@@ -23,11 +23,11 @@ import torch.distributed as dist
 from loguru import logger
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map_with_path
+from torch.utils._pytree import tree_map_only, tree_map_with_path
 
 from spider import machine
-from spider.common import LARGEST, CheckpointError
-from spider.distributed import Sharded, ShardedParameter, Sharding, World, sharding_of
+from spider.common import CheckpointError
+from spider.distributed import ShardedParameter, Sharding, World, sharding_of
 
 if TYPE_CHECKING:
     from spider_model import Spider
@@ -36,41 +36,10 @@ SCALE_BLOCK = 256  # numbers that share a scale in 8-bit AdamW
 NESTED = "__bnb_optimizer_quant_state__"  # where bitsandbytes puts the tensors of a parameter
 MOST_STEPS = 1 << 31  # the kernel of 8-bit AdamW counts them in 32 bits
 
-# --------------------------------------------------------------------------------------------------
-# What the optimizers keep of a parameter
 
-
-def kinds_of_state(
-    optimizer: str, dtype: torch.dtype, shape: tuple[int, ...]
-) -> list[dict[str, object]]:
-    """Return the states that an optimizer may have of a parameter after its first step: by key,
-    what `kind_of` returns for the value."""
-    like_parameter = dtype, shape
-    match optimizer:
-        case "muon":
-            return [dict(momentum_buffer=like_parameter)]
-        case "engram":
-            return [dict(sum=(dtype, shape[:1]))]
-        case "adamw":
-            step = torch.float32, ()
-            return [dict(step=step, exp_avg=like_parameter, exp_avg_sq=like_parameter)]
-    assert optimizer == "adamw8bit", optimizer
-    floats = torch.float32, shape
-    small = dict(state1=floats, state2=floats)
-    quantized = torch.uint8, shape
-    table = torch.float32, (256,)
-    scales = torch.float32, (math.ceil(math.prod(shape) / SCALE_BLOCK),)
-    large = dict(
-        state1=quantized, state2=quantized, qmap1=table, qmap2=table, absmax1=scales, absmax2=scales
-    )
-    return [{"step": int, NESTED: small}, {"step": int, NESTED: large}]
-
-
-def row_bounds(param: ShardedParameter | None, key: str) -> list[int] | None:
+def row_bounds(param: ShardedParameter, key: str) -> list[int] | None:
     """Return the first row of each shard, and the number of rows, of an optimizer's value for a
-    parameter; None if every rank has all of the value."""
-    if param is None:
-        return None
+    sharded parameter; None if every rank has all of the value."""
     if key in ("exp_avg", "exp_avg_sq", "momentum_buffer", "state1", "state2"):
         return param.bounds
     if key in ("absmax1", "absmax2"):
@@ -171,34 +140,27 @@ def model_state(model: nn.Module) -> dict[str, Any]:
 
 def optimizer_states(sharding: Sharding, optimizers: Mapping[str, Optimizer]) -> dict[str, Any]:
     """Return the state of each optimizer by name; sharded tensors as ShardedRows."""
-    states = {name: optimizer.state_dict() for name, optimizer in optimizers.items()}
-    if not isinstance(sharding, Sharded):
-        return states
-
-    def as_rows(value: Any, bounds: list[int] | None) -> Any:
-        return value if bounds is None else ShardedRows(value, bounds)
-
-    return change_states(sharding, optimizers, states, as_rows)
-
-
-def change_states(
-    sharding: Sharded, optimizers: Mapping[str, Optimizer], states: Mapping, change: Callable
-) -> dict[str, Any]:
-    """Return the states of optimizers with change(value, bounds) for each value, where the bounds
-    are those of `row_bounds`."""
+    states: dict[str, Any] = {name: one.state_dict() for name, one in optimizers.items()}
     by_local = {param.local: param for param in sharding.params}
-    changed = {}
     for name, optimizer in optimizers.items():
         params = parameters_of(optimizer)
-        by_param = {}
-        for i, values in states[name]["state"].items():
-            param = by_local.get(params[i])
-            # 8-bit AdamW nests its values
-            by_param[i] = tree_map_with_path(
-                lambda path, value, p=param: change(value, row_bounds(p, path[-1].key)), values
-            )
-        changed[name] = dict(states[name], state=by_param)
-    return changed
+        by_param = dict(states[name]["state"])
+        for i, values in by_param.items():
+            if params[i] in by_local:
+                by_param[i] = as_rows(values, by_local[params[i]])
+        states[name]["state"] = by_param
+    return states
+
+
+def as_rows(values: dict[str, Any], param: ShardedParameter) -> dict[str, Any]:
+    """Return an optimizer's values for a sharded parameter, as ShardedRows where each rank has a
+    part."""
+
+    def rows(path: Sequence[Any], value: Any) -> Any:
+        bounds = row_bounds(param, path[-1].key)
+        return value if bounds is None else ShardedRows(value, bounds)
+
+    return tree_map_with_path(rows, values)  # 8-bit AdamW nests its values
 
 
 def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
@@ -210,7 +172,7 @@ def gather_model(model: "Spider") -> "Spider | None":
     """Return a whole model on rank 0, for sampling, and None on the other ranks. A model that is
     not sharded is returned itself."""
     sharding = sharding_of(model)
-    if not isinstance(sharding, Sharded):
+    if sharding.ranks == 1:
         return model
     world = sharding.world
     weights = copy_to_host(model_state(model), None, world.is_rank0)
@@ -227,167 +189,131 @@ def gather_model(model: "Spider") -> "Spider | None":
 
 
 # --------------------------------------------------------------------------------------------------
-# Check what was read
-
-
-def check_tree(tree: Mapping[object, object], name: str, seen: set[int]):
-    """Raise ValueError unless arithmetic, kernels and collectives can rely on the values in nested
-    dicts: whole numbers are at most LARGEST, tensors are what their shapes say, and no dict occurs
-    twice, so that their number is bounded. Of optimizers each tensor is also the only one in its
-    memory, since kernels write there, and a step is one that a run reaches.
-
-    seen: ids of the dicts and addresses of the optimizers' tensors so far."""
-    of_optimizers = name.startswith("state.optimizer_state_dict")
-    if id(tree) in seen:
-        raise ValueError(f"{name} occurs twice")
-    seen.add(id(tree))
-    for key, value in tree.items():
-        if not isinstance(key, (str, int)):
-            raise ValueError(f"{name} has a key that is no text")
-        if isinstance(value, dict):
-            check_tree(value, f"{name}.{key}", seen)
-        elif isinstance(value, int) and abs(value) > LARGEST:
-            raise ValueError(f"{name}.{key} is too large")
-        elif isinstance(value, Tensor) and not is_plain(value):
-            raise ValueError(
-                f"{name}.{key} must be a dense, contiguous tensor with a storage of its own: "
-                f"save it by .contiguous().clone()"
-            )
-        if of_optimizers and isinstance(value, Tensor) and key not in ("qmap1", "qmap2"):
-            if value.data_ptr() in seen:
-                raise ValueError(f"{name}.{key} shares its memory with another value")
-            if value.numel():
-                seen.add(value.data_ptr())
-        if of_optimizers and key == "step":
-            check_step(value, f"{name}.{key}")
-
-
-def check_step(value: Any, name: str):
-    """Raise ValueError unless a value is a number of steps, or a tensor of one."""
-    number = value
-    if isinstance(value, Tensor) and value.numel() == 1:
-        number = value.item()
-    if type(number) not in (int, float) or not 0 <= number < MOST_STEPS:
-        raise ValueError(f"{name} must be a number from 0 to {MOST_STEPS - 1}")
-
-
-def is_plain(value: Tensor) -> bool:
-    """Return whether a tensor is on the host, dense, contiguous and alone in its storage, like each
-    that a run saves."""
-    return (
-        type(value) is Tensor
-        and value.device.type == "cpu"
-        and value.layout == torch.strided
-        and not value.is_nested
-        and not value.is_quantized
-        and not value.is_conj()
-        and not value.is_neg()
-        and value.is_contiguous()
-        and value.untyped_storage().nbytes() == value.nbytes
-    )
-
-
-def kind_of(value: object) -> Any:
-    """Return dtype and shape of a tensor, the kinds of a dict's values by key, and the type of any
-    other value."""
-    if isinstance(value, Tensor):
-        return value.dtype, tuple(value.shape)
-    if isinstance(value, dict):
-        return {key: kind_of(entry) for key, entry in value.items()}
-    return type(value)
-
-
-def check_fits(
-    optimizers: Mapping[str, Optimizer],
-    states: Mapping[str, dict],
-    sharded: Sequence[ShardedParameter] = (),
-):
-    """Raise CheckpointError unless optimizers can load their states: with the same groups of
-    parameters, and for each parameter the values that the optimizer makes.
-
-    sharded: parameters of which the optimizers have rows; the states have whole ones."""
-    whole_shapes = {param.local: param.shape for param in sharded}
-    try:
-        for name, optimizer in optimizers.items():
-            groups = [group["params"] for group in states[name]["param_groups"]]
-            if groups != [group["params"] for group in optimizer.state_dict()["param_groups"]]:
-                raise ValueError("it has other groups of parameters")
-            params = dict(enumerate(parameters_of(optimizer)))
-            for i, values in states[name]["state"].items():
-                if i not in params:
-                    raise ValueError(f"it has an unknown parameter {i!r}")
-                shape = whole_shapes.get(params[i], tuple(params[i].shape))
-                kinds = kind_of(values)
-                if kinds and kinds not in kinds_of_state(name, params[i].dtype, shape):
-                    raise ValueError(f"for a parameter {list(shape)} it has {kinds}"[:200])
-    except Exception as fault:  # whatever a foreign state provokes
-        reason = str(fault).partition("\n")[0]
-        raise CheckpointError(
-            f"the checkpoint's state of {name} does not fit this model ({reason}): use "
-            f"--reset_steps to load only the weights"
-        ) from None
-
-
-# --------------------------------------------------------------------------------------------------
 # To load
 
 
-def broadcast_rows(value: Tensor, bounds: list[int] | None, world: World) -> Tensor:
-    """Broadcast a tensor from rank 0, and return this rank's rows of it; all if `bounds` is
-    None."""
-    if world.is_rank0:
-        whole = value.to(world.device)
-    else:
-        whole = torch.empty(value.shape, dtype=value.dtype, device=world.device)
-    dist.broadcast(whole, 0)
-    if bounds is not None:
-        whole = whole[bounds[world.shard] : bounds[world.shard + 1]]
-    return whole.clone()
+def copy_value(own: Tensor, saved: Any, bounds: list[int] | None, world: World) -> bool:
+    """Copy a saved value, which rank 0 has, into this rank's part of it (see `row_bounds`). Return
+    on rank 0 whether the value fits. The file has no influence on the collectives."""
+    whole = own
+    if world.ranks > 1:
+        rows = own.shape[:1] if bounds is None else bounds[-1:]
+        whole = own.new_empty([*rows, *own.shape[1:]])
+    fits = True
+    if world.rank == 0:
+        try:
+            fits = saved.shape == whole.shape
+            if fits:
+                whole.copy_(saved)
+        except Exception:  # no tensor, or one that torch does not copy, such as a sparse one
+            fits = False
+    if world.ranks > 1:
+        dist.broadcast(whole, 0)
+        if bounds is not None:
+            whole = whole[bounds[world.shard] : bounds[world.shard + 1]]
+        own.copy_(whole)
+    return fits
+
+
+def check_all_fit(misfits: Sequence[str], world: World):
+    """Raise CheckpointError, on all ranks, if there are names of values that do not fit."""
+
+    def check():
+        if misfits:
+            raise CheckpointError(
+                f"the checkpoint has another {', '.join(misfits[:3])} than this run"
+            )
+
+    world.on_rank0(check)
 
 
 @torch.no_grad()
-def load_model(model: nn.Module, weights: dict[str, Tensor]):
-    """Load weights into a model; with several ranks they are broadcast from rank 0."""
+def load_model(model: nn.Module, weights: Mapping[str, Tensor]):
+    """Copy weights into a model. Raise CheckpointError if they do not fit."""
     sharding = sharding_of(model)
-    if not isinstance(sharding, Sharded):
-        model.load_state_dict(weights)
-        return
-    for param in sharding.params:
-        param.local.copy_(broadcast_rows(weights[param.name], param.bounds, sharding.world))
-    for name, value in sharding.replicated.items():
-        if name in weights:
-            value.copy_(broadcast_rows(weights[name], None, sharding.world))
+    own = model.state_dict() | {param.name: param.local for param in sharding.params}
+    bounds = {param.name: param.bounds for param in sharding.params}
+    misfits = [
+        name
+        for name, value in own.items()
+        if not copy_value(value, weights.get(name), bounds.get(name), sharding.world)
+    ]
+    check_all_fit([*misfits, *(weights.keys() - own.keys())], sharding.world)
 
 
-def load_optimizers(
-    sharding: Sharding, optimizers: Mapping[str, Optimizer], states: Mapping[str, dict]
-):
-    """Load the states of all optimizers of a model, but keep this run's settings. Raise
-    CheckpointError if one does not fit."""
-    if states.keys() != optimizers.keys():
-        raise CheckpointError(
-            f"the checkpoint has the optimizers {', '.join(map(str, states))}, this run "
-            f"{', '.join(optimizers)}: use --optimizer as before, or --reset_steps"
-        )
-    if isinstance(sharding, Sharded):
-        # the other ranks know only dtypes and shapes
-        sharding.world.on_rank0(lambda: check_fits(optimizers, states, sharding.params))
-        states = broadcast_optimizers(sharding, optimizers, states)
-    else:
-        check_fits(optimizers, states)
+@torch.no_grad()
+def load_optimizers(sharding: Sharding, optimizers: Mapping[str, Any], states: Mapping[str, dict]):
+    """Have the optimizers of a model make their states, and copy those of a checkpoint into them;
+    settings stay those of this run. Raise CheckpointError if the states do not fit.
+
+    optimizers: by name; their method make_state(p) makes the state of a parameter."""
+    world = sharding.world
+    saved = world.on_rank0(lambda: saved_values(optimizers, states), without_tensors)
+    by_local = {param.local: param for param in sharding.params}
+    misfits = []
     for name, optimizer in optimizers.items():
-        groups = optimizer.state_dict()["param_groups"]  # they have the settings
-        optimizer.load_state_dict(dict(state=states[name]["state"], param_groups=groups))
+        params = parameters_of(optimizer)
+        for i, values in saved[name].items():
+            state = own_state(optimizer, params[i], values)
+            param = by_local.get(params[i])
+            for key, own in state.items():
+                if not isinstance(own, Tensor):
+                    state[key] = values[key]
+                    continue
+                bounds = None if param is None else row_bounds(param, key)
+                if not copy_value(own, values[key], bounds, world):
+                    misfits.append(f"{key} of {name}")
+    check_all_fit(misfits, world)
 
 
-def broadcast_optimizers(
-    sharding: Sharded, optimizers: Mapping[str, Optimizer], states: Mapping
-) -> dict[str, Any]:
-    """Broadcast the states of optimizers from rank 0, and return this rank's rows of them."""
+def without_tensors(tree: Any) -> Any:
+    """Return nested dicts with None for each tensor."""
+    return tree_map_only(Tensor, lambda _: None, tree)
 
-    def rows_of_rank(value: Any, bounds: list[int] | None) -> Any:
-        if not isinstance(value, Tensor):
-            return value
-        return broadcast_rows(value, bounds, sharding.world)
 
-    return change_states(sharding, optimizers, states, rows_of_rank)
+def own_state(optimizer: Any, p: Tensor, values: Mapping) -> dict[str, Any]:
+    """Return the run's own state of a parameter: an empty one if the checkpoint has no values, as
+    for an Engram table that was cleared."""
+    optimizer.state[p].clear()
+    if values:
+        optimizer.make_state(p)
+    return optimizer.state[p]
+
+
+def saved_values(
+    optimizers: Mapping[str, Any], states: Mapping[str, dict]
+) -> dict[str, dict[int, dict[str, Any]]]:
+    """Return the values of a checkpoint by optimizer, number of the parameter, and name. Raise
+    CheckpointError unless optimizers and names are those of this run."""
+    try:
+        if states.keys() != optimizers.keys():
+            raise ValueError(f"it has {', '.join(states)}, this run {', '.join(optimizers)}")
+        saved: dict[str, dict[int, dict[str, Any]]] = {}
+        for name, optimizer in optimizers.items():
+            params = parameters_of(optimizer)
+            saved[name] = {}
+            for i, values in states[name]["state"].items():
+                flat = dict(values)
+                flat |= flat.pop(NESTED, {})
+                check_values(flat, own_state(optimizer, params[i], values))
+                saved[name][i] = flat
+    except Exception as fault:  # whatever a foreign state provokes
+        reason = str(fault).partition("\n")[0]
+        raise CheckpointError(
+            f"the checkpoint's optimizers do not fit this run ({type(fault).__name__}: {reason}): "
+            f"use --optimizer as before, or --reset_steps to load only the weights"
+        ) from None
+    return saved
+
+
+def check_values(saved: Mapping[str, Any], own: Mapping[str, Any]):
+    """Raise ValueError unless the values of a parameter are tensors and numbers of steps, with the
+    names of the run's own."""
+    if saved.keys() != own.keys():
+        raise ValueError(f"a parameter has {', '.join(saved)}, not {', '.join(own)}")
+    for key, value in saved.items():
+        valid = isinstance(value, Tensor)
+        if isinstance(own[key], int):  # the steps of 8-bit AdamW
+            valid = type(value) is int and 0 <= value < MOST_STEPS
+        if not valid:
+            raise ValueError(f"{key} has a value that no run saves")

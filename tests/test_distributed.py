@@ -544,16 +544,14 @@ def test_full_disk_on_rank_0_stops_no_rank_and_at_the_end_is_one_line(
 @pytest.mark.parametrize(
     "damage",
     (
-        lambda values: values.update(exp_avg=torch.zeros(()).expand(values["exp_avg"].shape)),
         lambda values: values.pop("exp_avg_sq"),
-        lambda values: values["step"].fill_(-1),
+        lambda values: values.update(exp_avg=values["exp_avg"].to_sparse()),
     ),
 )
 def test_ranks_refuse_a_crafted_optimizer_state_together_in_one_line(
     tmp_path, shards, processes, damage
 ):
-    """None waits for the others: ranks without the file know only dtypes and shapes of its
-    tensors."""
+    """None waits for the others. A name is missing, or a value cannot be copied."""
     flags = "--optimizer adamw --eval_every 0".split()
     runs_alone(run_flags(shards, tmp_path / "whole", *flags, steps=1))
     state = final_state(tmp_path / "whole")

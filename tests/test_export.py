@@ -24,7 +24,7 @@ from exporting import (
 )
 from spider import export
 from spider.checkpoint import load_checkpoint
-from spider.common import LIMITS, locked
+from spider.common import locked
 from spider.export import flat_modules
 from train import command_line
 
@@ -418,7 +418,6 @@ def pipe_instead_of(name: str):
         in_config("training/flags/seq_len", "32"),
         in_config("training/flags/eval_tokens", 1 << 70),
         *(config_of(content) for content in ("no JSON", "[]", "{}", "[" * 100_000)),
-        config_of("{}" + " " * LIMITS["JSON file"]),
         with_weight("spider.null_segment", torch.ones(32, dtype=torch.bool)),
         with_weight("spider.null_segment", torch.ones(33)),
         with_weight("spider.null_segment", None),

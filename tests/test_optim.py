@@ -13,7 +13,7 @@ from jobs import run_ranks
 from spider.distributed import UNSHARDED, ShardedParameter
 from spider.memory import EngramTable
 from spider.muon_ranks import MatrixAssignment
-from spider.optim import Optimizers, RowwiseAdagrad, kinds_of
+from spider.optim import AdamW, Optimizers, RowwiseAdagrad, kinds_of
 from spider.state import load_optimizers
 from test_train import random_batch
 from train import StepSettings, accumulate, train_step
@@ -246,9 +246,9 @@ def test_muon_takes_only_linears_of_modules_that_a_researcher_adds():
 
 def test_state_of_a_parameter_without_dimensions_can_be_loaded():
     scale = torch.nn.Parameter(torch.ones(()))
-    optimizer = torch.optim.AdamW([scale])
+    optimizer = AdamW([scale])
     scale.grad = torch.ones(())
     optimizer.step()
-    other = torch.optim.AdamW([scale])
+    other = AdamW([scale])
     load_optimizers(UNSHARDED, {"adamw": other}, {"adamw": optimizer.state_dict()})
     assert other.state[scale]["exp_avg"] == optimizer.state[scale]["exp_avg"] != 0
