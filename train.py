@@ -23,7 +23,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import cache, partial
@@ -727,18 +727,16 @@ class StepNumbers(NamedTuple):
     tokens_per_expert: Tensor  # [L, E]
     boundary_counts: Tensor
     metrics: dict[str, float]
-    votes: list[float]  # for each signal, the ranks that were asked to stop
+    votes: float  # sum of the ranks' votes to stop, see StopSignals
 
 
-def reduce_numbers(
-    optimizers: Optimizers, sums: StepSums, votes: Sequence[float] = ()
-) -> StepNumbers:
+def reduce_numbers(optimizers: Optimizers, sums: StepSums, vote: float = 0.0) -> StepNumbers:
     """Sum the numbers of a step over ranks by one all-reduce, and wait for the device once, for all
     of them."""
     tokens = sums.tokens_per_expert
     # Numbers that the host knows are filled in on the device: a copy from the host would wait.
     known = torch.stack(
-        [tokens.new_full((), number, dtype=torch.float64) for number in (sums.n_bytes, *votes)]
+        [tokens.new_full((), number, dtype=torch.float64) for number in (sums.n_bytes, vote)]
     )
     terms = torch.stack(list(sums.terms.values())).double()
     parts = (terms, known, tokens.flatten().double(), sums.boundary_counts.double())
@@ -752,7 +750,7 @@ def reduce_numbers(
     norms = torch.stack((total_norm, balance.mean()))
     norm, expert_balance, *numbers = torch.cat((norms, terms.float(), known)).tolist()
     by_name = dict(zip(sums.terms, numbers[: len(terms)], strict=True))
-    n_bytes, *all_votes = numbers[len(terms) :]
+    n_bytes, votes = numbers[len(terms) :]
     segments = by_name.pop("segments")
     metrics = dict(
         loss=by_name.pop("loss"),
@@ -763,7 +761,7 @@ def reduce_numbers(
         expert_balance=expert_balance,
         **by_name,
     )
-    return StepNumbers(total_norm, tokens, boundary_counts.float(), metrics, all_votes)
+    return StepNumbers(total_norm, tokens, boundary_counts.float(), metrics, votes)
 
 
 def update(
@@ -797,13 +795,13 @@ def train_step(
     batches: list[Batch],
     now: StepSettings,
     grad_clip: float = 1.0,
-    votes: Callable[[], Sequence[float]] = tuple,
-) -> tuple[dict[str, Any], list[float]]:
-    """Run one optimizer step; return its metrics, and the votes of all ranks.
+    vote: Callable[[], float] = lambda: 0.0,
+) -> tuple[dict[str, Any], float]:
+    """Run one optimizer step; return its metrics, and the sum of the ranks' votes to stop.
 
-    votes: returns this rank's, see StopSignals; asked after the passes, which take the time."""
+    vote: returns this rank's vote, see StopSignals; asked after the passes, which take the time."""
     sums = accumulate(model, batches, now)
-    numbers = reduce_numbers(optimizers, sums, votes())
+    numbers = reduce_numbers(optimizers, sums, vote())
     updated = update(model, optimizers, numbers, now, grad_clip)
     return numbers.metrics | dict(skipped=not updated), numbers.votes
 
@@ -1027,15 +1025,13 @@ def main(
 
     # ----------------------------------------------------------------------------------------------
     # The loop: what is due after a step, then the next one
-    stop.begin_steps()
     while True:
         step = progress.step
         is_last = step >= last_step
-        can_pause = progress.metrics is not None and stop.agreed is None
 
         # Once in a while: evaluate. A signal interrupts it, but not its record.
         evaluates = flags.eval_every and (is_last or step % flags.eval_every == 0)
-        if can_pause and evaluates and progress.val_loss is None:
+        if progress.metrics and evaluates and progress.val_loss is None:
             found = stop.may_interrupt(evaluate_now)
             if found is not None:
                 progress.record_evaluation(found, counts=step % flags.eval_every == 0)
@@ -1043,7 +1039,7 @@ def main(
 
         # Once in a while: sample
         samples = flags.sample_every and (is_last or step % flags.sample_every == 0)
-        if can_pause and samples:
+        if progress.metrics and samples:
             stop.may_interrupt(partial(log_sample, model, step, flags, validation))
 
         # Every step: its line of metrics.jsonl, and wandb
@@ -1073,12 +1069,13 @@ def main(
 
         # ------------------------------------------------------------------------------------------
         # One optimizer step
+        stop.raises = False  # from here on, a signal waits for the end of a step
         began = time.perf_counter()
         first = progress.next_sequence(flags.seq_len)
         now = settings_of_step(flags, loader, progress, horizon)
         optimizers.set_lr(flags.lr, now.lr_factor)
         batches = feed.take()
-        metrics, votes = train_step(model, optimizers, batches, now, flags.grad_clip, stop.votes)
+        metrics, votes = train_step(model, optimizers, batches, now, flags.grad_clip, stop.vote)
         stop.agree(votes)
         # ------------------------------------------------------------------------------------------
 
@@ -1100,8 +1097,6 @@ def main(
 
     # ----------------------------------------------------------------------------------------------
     # The end
-    if progress.step == 0:  # a signal arrived in the loop, but before the first step
-        raise Stopped("stopped before the first step")
     if not writer.holds(progress.step):
         raise CheckpointError(
             f"--ckpt_dir: step {progress.step} could not be saved in {directory}: make room; the "
@@ -1136,7 +1131,7 @@ def command_line(argv: list[str] | None = None, model_class: type[Spider] = Spid
         common.prepare_streams()
         world = World()
         local_rank = world.local_rank
-        with StopSignals(world.ranks, world.by_torchrun) as stop:
+        with StopSignals(world.ranks) as stop:
             try:
                 with machine.memory_advice(LESS_MEMORY), ExitStack() as closing:
                     status = main(parse_args(argv), world, stop, closing, model_class)

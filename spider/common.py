@@ -470,7 +470,6 @@ LIMITS = {
     "prompt": 32 * MIB,
     "metadata.json": 32 * MIB,
     "config file": MIB >> 6,  # a name of thousands of dotted parts takes quadratic time and memory
-    "line": MIB,  # in metrics.jsonl
 }
 
 

@@ -150,34 +150,18 @@ class RunProgress:
 
 
 def read_lines(path: Path) -> Iterator[dict]:
-    """Yield the numbers of each line of metrics.jsonl, None for those that were not finite.
+    """Yield the metrics of each step in metrics.jsonl, None for numbers that were not finite.
 
-    They come in the order of steps, and of each step the last one, since a copy may have several.
-    If there is no such file, yield nothing. Lines and values that no run writes are left out."""
+    If there is no such file, yield nothing. Leave out a line that a kill cut short."""
     if not path.is_file():
         return
-    lines: dict[int, bytes] = {}  # by step; parsed, they would take five times as much memory
     with open(path, "rb") as file:
-        for line in common.bounded_lines(file, "line"):
-            step = numbers_of(line).get("step")
-            if type(step) is int and 0 <= step < 1 << 62:
-                lines[step] = line
-    for _, line in sorted(lines.items()):
-        yield numbers_of(line)
-
-
-def numbers_of(line: bytes) -> dict:
-    """Return the numbers of a line, None for those that were not finite; nothing of a line that is
-    cut short or not ours."""
-    with suppress(ValueError, RecursionError):
-        values = json.loads(line.decode(errors="replace"))
-        if isinstance(values, dict):
-            return {
-                name: value
-                for name, value in values.items()
-                if value is None or (isinstance(value, (int, float)) and abs(value) < 1e300)
-            }
-    return {}
+        for line in file:
+            try:
+                numbers = json.loads(line)
+            except ValueError:
+                continue
+            yield numbers
 
 
 class Metrics:
@@ -233,10 +217,9 @@ class Metrics:
 # --------------------------------------------------------------------------------------------------
 # Signals
 
-STOPS = signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1
-QUITS = signal.SIGTERM, signal.SIGINT  # these end the process at once when they are repeated
-REPEATED = 5.0  # seconds within which torchrun repeats a signal to its ranks
-
+# If ranks receive different ones, the exit status is that of the last one in this list.
+STOPS = signal.SIGUSR1, signal.SIGHUP, signal.SIGINT, signal.SIGTERM
+COPY_SECONDS = 2.0  # torchrun passes a signal on within milliseconds
 
 Result = TypeVar("Result")
 
@@ -246,23 +229,21 @@ class StopSignals:
     and SIGUSR1 (which Slurm users send before the time limit).
 
     The first signal sets `asked`: the run stops after the step, and saves. While `raises` is set,
-    as until `begin_steps`, it raises Stopped. The same signal again, if it is one of QUITS, ends
-    the process at once, or does what the caller's handler does. Within REPEATED seconds a rank
-    ignores it: it may be torchrun's copy of a signal that was sent to both. A second signal of
-    another kind changes nothing, since systemd and Slurm send two kinds in a row. SIGHUP and
-    SIGUSR1 stay ignored if they were, as under nohup.
+    as until the first step, it raises Stopped. The second signal ends the process at once, or does
+    what the caller's handler does. Signals within COPY_SECONDS of the first one are copies of it:
+    torchrun and `timeout` repeat a signal that was sent to all processes, a closed terminal sends
+    two SIGHUP, systemd and Slurm send two kinds. SIGHUP stays ignored if it was, as under nohup.
 
-    Only the main thread can handle signals: a run in another one says so, and does not.
+    Only the main thread can handle signals: a run in another thread says so, and does not.
 
-    Several ranks stop after the same step: each adds its `votes` to the all-reduce of a step, and
-    they `agree`."""
+    Several ranks stop after the same step: each adds its `vote` to the step's all-reduce, and the
+    sum tells all of them the signal."""
 
-    def __init__(self, ranks: int = 1, by_torchrun: bool = False):
+    def __init__(self, ranks: int = 1):
         self.ranks = ranks
-        self.repeats = ranks > 1 or by_torchrun  # whether torchrun may copy a signal
         self.asked: signal.Signals | None = None  # the first signal of this process
         self.agreed: signal.Signals | None = None  # the signal that stops all ranks
-        self.received: dict[int, float] = {}  # monotonic time of the first signal of each kind
+        self.received = 0.0  # monotonic time of the first signal
         self.raises = True
 
     def __enter__(self):
@@ -272,7 +253,7 @@ class StopSignals:
             return self
         for number in STOPS:
             handler = signal.getsignal(number)
-            if number in QUITS or handler is not signal.SIG_IGN:
+            if number != signal.SIGHUP or handler is not signal.SIG_IGN:
                 self.before[number] = handler
                 signal.signal(number, self._ask)
         return self
@@ -281,23 +262,24 @@ class StopSignals:
         for number, handler in self.before.items():
             signal.signal(number, handler)
 
-    def votes(self) -> list[float]:
-        """Return this rank's vote for each of STOPS: 1 for the signal that it received, else 0."""
-        return [float(self.asked == number) for number in STOPS]
+    def vote(self) -> float:
+        """Return this rank's vote: 0 without a signal, else a power of ranks + 1 for each of STOPS.
 
-    def agree(self, votes: list[float]):
-        """Stop for the signal that any rank received; votes: the sums over ranks."""
-        received = [number for number, count in zip(STOPS, votes, strict=True) if count]
-        if received:
-            self.agreed = received[0]
+        In a sum of votes, the digits in base ranks + 1 are how many ranks received each signal. In
+        float64 the sum is exact for up to 9,000 ranks, in any order."""
+        if self.asked is None:
+            return 0.0
+        return float((self.ranks + 1) ** STOPS.index(self.asked))
 
-    def begin_steps(self):
-        """Let signals wait for the end of a step from now on, instead of raising Stopped."""
-        self.raises = False
+    def agree(self, votes: float):
+        """Stop for the last of STOPS that any rank received; votes: the sum over ranks."""
+        for place, number in enumerate(STOPS):
+            if votes >= (self.ranks + 1) ** place:
+                self.agreed = number
 
     def may_interrupt(self, work: Callable[[], Result]) -> Result | None:
-        """Do some work, unless a signal has arrived; one that arrives now ends it at once. Return
-        the result, or None if there is none.
+        """Do some work, unless a signal has arrived; a signal that arrives now ends it at once.
+        Return the result, or None if there is none.
 
         Several ranks finish it together instead.
 
@@ -313,26 +295,20 @@ class StopSignals:
         return result
 
     def _ask(self, number: int, _):
-        if number in self.received:
-            is_copy = self.repeats and time.monotonic() < self.received[number] + REPEATED
-            if number in QUITS and not is_copy:
-                before = self.before[number]  # a notebook's ends the cell, and not the kernel
-                signal.signal(number, before if callable(before) else signal.SIG_DFL)
-                with suppress(OSError):
-                    os.write(2, b"ended without saving\n")
-                os.kill(os.getpid(), number)
-            return
-        self.received[number] = time.monotonic()
-        if self.asked is not None:
-            return
-        self.asked = signal.Signals(number)
-        if self.ranks == 1:
-            self.agreed = self.asked
-        more = "; repeat to quit at once" if number in QUITS else ""
-        with suppress(OSError):  # stderr may be gone; the logger may be busy
-            os.write(2, f"{self.asked.name}: stopping{more}\n".encode())
-        if self.raises:
-            raise Stopped("stopped before the first step")
+        now = time.monotonic()
+        if self.asked is None:
+            self.received = now  # first, since another signal may interrupt this handler
+            self.asked = signal.Signals(number)
+            if self.ranks == 1:
+                self.agreed = self.asked
+            with suppress(OSError):  # stderr may be gone; the logger may be busy
+                os.write(2, f"{self.asked.name}: stopping; repeat to quit at once\n".encode())
+            if self.raises:
+                raise Stopped("stopped before the first step")
+        elif now > self.received + COPY_SECONDS:
+            before = self.before[number]  # a notebook's ends the cell, and not the kernel
+            signal.signal(number, before if callable(before) else signal.SIG_DFL)
+            os.kill(os.getpid(), number)
 
 
 # --------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ import torch
 
 import train
 from conftest import ROOT, do_nothing_slow, metrics
-from spider import checkpoint, common, optim
+from spider import checkpoint, optim
 from spider.distributed import World
 from train import command_line
 
@@ -60,11 +60,6 @@ def out_of_memory(step):
 
 def signalled(step):
     at_step(step, before=lambda _: os.kill(os.getpid(), signal.SIGTERM))
-
-
-def child_of_torchrun(_):
-    """The parent, here the server that forks jobs, is the one that started this process."""
-    common.PARENT = os.getppid()
 
 
 def sleeps(name):

@@ -28,7 +28,6 @@ from jobs import (
     LIMIT,
     Job,
     assert_same_losses,
-    child_of_torchrun,
     full_disk,
     last_lines,
     nan,
@@ -418,16 +417,12 @@ def test_rank_that_runs_out_of_memory_says_so_in_one_line(tmp_path, shards, proc
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "number, receivers",
-    (
-        (signal.SIGTERM, "one rank"),
-        (signal.SIGTERM, "all"),
-        (signal.SIGTERM, "torchrun"),
-        (signal.SIGINT, "torchrun"),
-    ),
+    ((signal.SIGUSR1, "one rank"), (signal.SIGTERM, "all"), (signal.SIGINT, "torchrun")),
 )
 def test_signal_to_one_rank_all_or_torchrun_saves_every_step_that_was_done(
     tmp_path, shards, number, receivers
 ):
+    """torchrun repeats a signal to its ranks."""
     directory = tmp_path / "run"
     job = torchrun(run_flags(shards, directory, *NO_EVAL, steps=100_000))
     until(lambda: steps_done(directory) > 2)
@@ -440,17 +435,6 @@ def test_signal_to_one_rank_all_or_torchrun_saves_every_step_that_was_done(
     assert sum("stopped after step" in line for line in last_lines(log)) == 1, log
     assert final_state(directory)["step"] == len(metrics(directory))
     until(lambda: not workers(directory), 60)
-
-
-def test_only_rank_of_torchrun_saves_though_a_signal_to_both_reaches_it_twice(
-    tmp_path, shards, processes
-):
-    argv = run_flags(shards, tmp_path / "run", steps=100)
-    faults = [(child_of_torchrun, 0, None), (signalled, 0, 4), (signalled, 0, 4)]
-    job = Job(processes, tmp_path, 1, argv, faults=faults, TORCHELASTIC_RUN_ID="x")
-    statuses, log = job.end()
-    assert statuses == [143], log
-    assert final_state(tmp_path / "run")["step"] == 5
 
 
 def test_rank_whose_torchrun_died_while_it_imported_torch_stops_before_the_first_step(
