@@ -16,7 +16,6 @@ distributes what a checkpoint holds.
 
 import math
 import os
-import re
 import signal
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -48,7 +47,7 @@ def rank_and_count(environ: Mapping[str, str], rank_name: str, count_name: str) 
     Raise WorldError if they contradict one another."""
     count = environ.get(count_name) or "1"
     rank = environ.get(rank_name) or ("0" if count == "1" else "")
-    are_numbers = all(re.fullmatch("[0-9]{1,9}", text) for text in (rank, count))
+    are_numbers = rank.isdecimal() and count.isdecimal()
     if not are_numbers or int(rank) >= int(count):
         settings = [f"{name}={environ.get(name, 'unset')}" for name in (rank_name, count_name)]
         raise WorldError(

@@ -329,11 +329,6 @@ class Tracker:
     def finish(self):
         """End the wandb run."""
         self._try(lambda wandb_run: wandb_run.finish())
-        if self.wandb_run is None:  # else wandb's exit hook fails again, with a traceback
-            with suppress(Exception):
-                import wandb
-
-                wandb.teardown()
 
     def _try(self, work: Callable):
         if self.wandb_run is None:

@@ -271,11 +271,11 @@ def workers(directory) -> list[int]:
 # What they logged
 
 
-def until(condition, seconds=LIMIT):
-    """Wait until a condition holds."""
+def until(condition, seconds=LIMIT, log=str):
+    """Wait until a condition holds; fail with what `log` returns."""
     deadline = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < deadline
+        assert time.monotonic() < deadline, log()
         time.sleep(0.01)
 
 

@@ -33,16 +33,6 @@ def lines_of(steps: int, **values) -> list[dict]:
 # What is drawn
 
 
-def test_truncated_and_altered_lines_of_metrics_are_skipped(tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    assert curves.read_metrics(path) == curves.read_metrics(tmp_path) == []
-    good = [dict(step=step, bytes_seen=100 * step, loss=10.0 / step) for step in range(1, 5)]
-    not_finite = '{"step": %d, "bytes_seen": 500, "loss": %s}'
-    bad = ["[1]", '{"step": 1', "\xff\x00", not_finite % (5, "NaN"), not_finite % (6, "9" * 400)]
-    path.write_text("\n".join([*map(json.dumps, good), *bad]))
-    assert curves.read_metrics(path) == good + [dict(step=n, bytes_seen=500) for n in (5, 6)]
-
-
 def test_smoothing_does_not_shift_a_curve():
     x = np.arange(300)
     noisy = 5.0 - 0.01 * x + (-1.0) ** x

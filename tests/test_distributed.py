@@ -4,7 +4,6 @@ and faults."""
 import os
 import signal
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
@@ -74,7 +73,6 @@ def end_well(job) -> str:
         dict(RANK="2", WORLD_SIZE="2"),
         dict(WORLD_SIZE="2"),
         dict(RANK="0", WORLD_SIZE="0"),
-        dict(WORLD_SIZE="9" * 20),
         dict(LOCAL_RANK="1"),
     ),
     ids=str,
@@ -98,7 +96,6 @@ def test_command_line_with_contradictory_variables_is_refused_in_a_line(
     "environ, shards, message",
     (
         (dict(RANK="0", WORLD_SIZE="4"), 3, "--shards 3 does not divide 4 ranks"),
-        ({}, 2, "--shards 2 does not divide 1 ranks"),
         (
             dict(RANK="1", WORLD_SIZE="4", MASTER_ADDR="127.0.0.1", MASTER_PORT="1"),
             1,
@@ -155,11 +152,6 @@ def test_rank_takes_the_gpu_of_its_local_rank_or_the_only_visible_one_and_shares
     for _, fault in joined:
         assert fault.startswith(message)
         assert ("share" in fault) == bool(message)
-
-
-def test_one_process_agrees_with_itself():
-    world = World({})
-    assert world.all(True) and not world.all(False)
 
 
 def test_one_process_reads_each_batch_when_it_is_due():
@@ -305,13 +297,9 @@ RECEIVE = SEND._replace(name="recv", settings={"src": 0, "batched": True})
     "other, message",
     (
         ([TO_ALL, SUM, RECEIVE], "not the same"),
-        ([SUM, RECEIVE], "not the same"),
-        ([SUM, RECEIVE, TO_ALL], "receives"),
         ([SUM, TO_ALL, RECEIVE._replace(sizes=(6,))], "receives"),
-        ([SUM, TO_ALL, RECEIVE._replace(dtypes=("int8",))], "receives"),
         ([SUM._replace(dtypes=("float64",)), TO_ALL, RECEIVE], "dtypes"),
         ([SUM._replace(sizes=(9,)), TO_ALL, RECEIVE], "sizes"),
-        ([SUM._replace(group=(0, 1, 2)), TO_ALL, RECEIVE], "not the same"),
         ([SUM._replace(group=(1, 2)), TO_ALL, RECEIVE], "in the group"),
         ([SUM._replace(settings={"reduce_op": 1}), TO_ALL, RECEIVE], "settings"),
         ([SUM, TO_ALL._replace(settings=UNEVEN), RECEIVE], "sent"),
@@ -381,14 +369,13 @@ def test_ranks_that_diverge_end_with_one_line_and_leave_their_group(tmp_path, sh
     assert len(last_lines(log)) == 1 and IN_GROUP not in log, log
 
 
-@pytest.mark.parametrize("victim", (0, 1))
 def test_signal_to_one_rank_stops_all_after_the_same_step_with_one_line(
-    tmp_path, shards, processes, victim
+    tmp_path, shards, processes
 ):
     """Instead of the evaluation that is due then, which the next run catches up on. All leave their
     group, also where no step is left, and where settings then differ."""
     argv = run_flags(shards, tmp_path / "run", "--eval_every", "5", steps=100)
-    statuses, log = Job(processes, tmp_path, 2, argv, faults=[(signalled, victim, 4)]).end()
+    statuses, log = Job(processes, tmp_path, 2, argv, faults=[(signalled, 1, 4)]).end()
     assert statuses == [143, 143], log
     assert len(last_lines(log)) == 1 and IN_GROUP not in log, log
     assert "SIGTERM: stopped after step 5" in log
@@ -547,12 +534,6 @@ def test_ranks_refuse_a_crafted_optimizer_state_together_in_one_line(
     assert statuses == [2, 2], log
     (line,) = last_lines(log)
     assert "error: " in line
-
-
-@pytest.mark.slow
-def test_ranks_wait_for_one_that_starts_late(tmp_path, shards, processes):
-    argv = run_flags(shards, tmp_path / "run", "--rank_timeout", "60", *NO_EVAL, steps=2)
-    run_on(processes, tmp_path, 2, argv, faults=[(time.sleep, 1, 20)])
 
 
 @pytest.mark.slow

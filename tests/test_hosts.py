@@ -1,64 +1,149 @@
-"""Two hosts: the launch of the docs, and a lost host."""
+"""Two hosts: the launches of docs/scaling.md by torchrun and under Slurm, and a lost host.
 
+A host is a process with its own network, names, mounts and processes; a cable connects two hosts.
+All that runs on a host ends with it. It ends by itself after LIFETIME, whatever happens to the
+tests. The machine's own network is never touched.
+"""
+
+import os
 import re
+import shlex
+import shutil
+import subprocess
+import sys
+import textwrap
 import time
-from contextlib import ExitStack
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
 
-from conftest import ROOT, assert_same_runs, run_flags
-from hosts import Host, Launch, plug_in, prepare, two_hosts
-from jobs import LIMIT, steps_done
+from conftest import ROOT, assert_same_runs, final_state, make_shards, metrics, run_flags
+from jobs import LIMIT, steps_done, until
 
 pytestmark = pytest.mark.slow
+LIFETIME = 900  # seconds after which a host ends by itself
+ENVIRON = os.environ | dict(
+    OMP_NUM_THREADS="1", PATH=f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+)
+NAMESPACES = "unshare --net --uts --mount --pid --fork --kill-child --mount-proc"
+NO_HOSTS = subprocess.call(
+    f"{NAMESPACES} ip link add eth0 type veth", shell=True, stderr=subprocess.DEVNULL
+)
+
+# --------------------------------------------------------------------------------------------------
+# Hosts
+
+
+class Host:
+    """A host with one cable and a name."""
+
+    def __init__(self, number: int, directory: Path):
+        self.address = f"10.0.0.{number + 1}"
+        names = directory / "hosts"
+        names.write_text("127.0.0.1 localhost\n10.0.0.1 node0\n10.0.0.2 node1\n")
+        script = (
+            f"mount --bind {names} /etc/hosts && hostname node{number} && ip link set lo up && "
+            f"echo up && exec sleep {LIFETIME}"
+        )
+        self.holder = subprocess.Popen(
+            [*NAMESPACES.split(), "sh", "-c", script], stdout=subprocess.PIPE, text=True
+        )
+        assert self.holder.stdout.readline() == "up\n"
+        pid = self.holder.pid  # unshare's; the namespaces are those of its child
+        self.pid = Path(f"/proc/{pid}/task/{pid}/children").read_text().strip()
+
+    def start(self, command: str, **options) -> subprocess.Popen:
+        """Start a command on this host."""
+        enter = ["nsenter", "--target", self.pid, "--all", f"--wd={ROOT}"]
+        return subprocess.Popen([*enter, *shlex.split(command)], **dict(env=ENVIRON) | options)
+
+    def do(self, command: str):
+        """Run a command on this host; it must succeed."""
+        assert self.start(command).wait(60) == 0, command
+
+    def has_ranks(self) -> bool:
+        """Return whether a process of train.py runs here."""
+        here = os.readlink(f"/proc/{self.pid}/ns/pid")
+        for pid in filter(str.isdigit, os.listdir("/proc")):
+            with suppress(OSError):
+                words = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+                is_rank = words[1:3] == ["-u", "train.py"]
+                if is_rank and os.readlink(f"/proc/{pid}/ns/pid") == here:
+                    return True
+        return False
+
+    def die(self):
+        """End it with all that runs on it. If the cable is down, the other host hears nothing."""
+        self.holder.kill()
+        self.holder.wait(60)
+
+
+def plug_in(one: Host, other: Host):
+    """Put a cable between two hosts."""
+    cable = f"ip link add eth0 netns {one.pid} type veth peer name eth0 netns {other.pid}"
+    subprocess.run(cable.split(), check=True)
+    for host in (one, other):
+        host.do(f"ip address add {host.address}/24 dev eth0")
+        host.do("ip link set eth0 up")
+
+
+@contextmanager
+def two_hosts(directory: Path):
+    """Start two hosts with a cable between them, or skip the test."""
+    if NO_HOSTS:
+        pytest.skip("no namespaces with a cable here: root makes them, with unshare and ip")
+    hosts = [Host(number, directory) for number in range(2)]
+    try:
+        plug_in(*hosts)
+        yield hosts
+    finally:
+        for host in hosts:
+            host.die()
+
+
+def prepare(directory: Path) -> Path:
+    """Make a directory to start in, with train.py and data."""
+    directory.mkdir()
+    (directory / "train.py").symlink_to(ROOT / "train.py")
+    make_shards(directory / "data")
+    return directory
+
+
+def from_docs(start: str) -> str:
+    """Return the indented lines of docs/scaling.md that begin with a line that matches."""
+    page = (ROOT / "docs" / "scaling.md").read_text()
+    return textwrap.dedent(re.search(rf"^    {start}.*\n(    .*\n|\n)+", page, re.MULTILINE)[0])
+
+
+def flags(steps: int, *more: str) -> str:
+    """Return the flags of a small run."""
+    words = "--global_batch 256 --precision fp32 --optimizer adamw"
+    return shlex.join(run_flags("data", "checkpoints", words, *more, steps=steps))
+
+
+# --------------------------------------------------------------------------------------------------
+# torchrun
+
 TIMEOUT = 10  # seconds that ranks wait for each other
 WITHIN = 120  # seconds after a loss in which they must have ended
-STEPS = 30
+LAUNCH = from_docs("export TORCH_DISABLE").rstrip()
 
 
-def launch_of_docs() -> str:
-    """Return the command of docs/scaling.md for two hosts, with two devices a host for eight, after
-    an export above it."""
-    page = re.sub(r"\\\n\s*", "", (ROOT / "docs" / "scaling.md").read_text())
-    lines = [" ".join(line.split("  #")[0].split()) for line in page.splitlines()]
-    starts = [line.startswith("torchrun --nnodes 2") and "train.py" in line for line in lines]
-    at = starts.index(True)
-    command = lines[at]
-    if lines[at - 1].startswith("export "):
-        command = f"{lines[at - 1]} && {command}"
-    command = command.replace("--nproc_per_node 8", "--nproc_per_node 2")
-    return command.replace("--shards 8", "--shards 2")
+class Launch:
+    """The command of docs/scaling.md for two hosts at work on one, with two devices for eight."""
 
+    def __init__(self, host: Host, command: str, directory: Path):
+        more = flags(30, f"--ckpt_every 5 --rank_timeout {TIMEOUT}")
+        command = command.replace("--nproc_per_node 8", "--nproc_per_node 2")
+        script = f"cd {directory}; {command.replace('--shards 8', '--shards 2')} {more}"
+        self.log = directory / f"{time.monotonic_ns()}.log"
+        with open(self.log, "w") as log:
+            self.process = host.start(f"bash -c {shlex.quote(script)}", stdout=log, stderr=log)
 
-def launch(hosts: list[Host], command: str, directory: Path) -> list[Launch]:
-    flags = run_flags(
-        "data",
-        "checkpoints",
-        f"""
-        --ckpt_every 5 --global_batch 256 --precision fp32 --optimizer adamw
-        --rank_timeout {TIMEOUT}
-        """,
-        steps=STEPS,
-    )
-    return [Launch(host, " ".join([command, *flags]), directory) for host in hosts]
-
-
-def end_well(jobs: list[Launch]):
-    """Wait for the end of jobs, which must succeed."""
-    for job in jobs:
-        status, log = job.end()
-        assert status == 0, log
-
-
-def until(condition, jobs: list[Launch], limit: float = LIMIT):
-    """Wait for a condition while all jobs run."""
-    deadline = time.monotonic() + limit
-    while not condition():
-        running = all(job.process.poll() is None for job in jobs)
-        if not running or time.monotonic() > deadline:
-            pytest.fail("\n".join(job.output() for job in jobs))
-        time.sleep(0.02)
+    def end(self, limit: float = LIMIT) -> bool:
+        """Wait for its end; return whether it succeeded."""
+        return self.process.wait(limit) == 0
 
 
 @pytest.fixture(scope="module")
@@ -67,44 +152,168 @@ def uninterrupted(tmp_path_factory):
     directory = tmp_path_factory.mktemp("uninterrupted")
     run = prepare(directory / "run")
     with two_hosts(directory) as hosts:
-        end_well(launch(hosts, launch_of_docs(), run))
+        for launch in [Launch(host, LAUNCH, run) for host in hosts]:
+            assert launch.end(), launch.log.read_text()
     return run / "checkpoints"
 
 
-def test_survivors_of_a_lost_network_end_and_the_same_command_resumes(tmp_path, uninterrupted):
+@pytest.mark.parametrize("waits", (True, False), ids=("with --max-restarts", "without"))
+def test_ranks_end_when_a_host_is_lost_and_all_resume_when_it_is_back(
+    tmp_path, uninterrupted, waits
+):
+    """With --max-restarts the launch on the other host waits for the same command on a new one."""
     run = prepare(tmp_path / "run")
-    command = launch_of_docs().replace("--max-restarts 3", "")
+    command = LAUNCH if waits else LAUNCH.replace("--max-restarts 3", "")
     with two_hosts(tmp_path) as hosts:
-        jobs = launch(hosts, command, run)
-        until(lambda: steps_done(run / "checkpoints") >= 7, jobs)
-        assert [len(host.ranks()) for host in hosts] == [2, 2]
+        launches = [Launch(host, command, run) for host in hosts]
+        until(lambda: steps_done(run / "checkpoints") >= 7, log=launches[0].log.read_text)
         hosts[1].do("ip link set eth0 down")
-        status, log = jobs[0].end(WITHIN)
-        assert status != 0, log
-        # Cut off from its rendezvous, torchrun itself waits for minutes; its ranks do not.
-        until(lambda: not hosts[1].ranks(), jobs[1:], WITHIN)
-        assert steps_done(run / "checkpoints") < STEPS
-        hosts[1].stop_all()
-        hosts[1].do("ip link set eth0 up")
-        end_well(launch(hosts, command, run))
-    assert_same_runs(run / "checkpoints", uninterrupted)
-
-
-def test_host_that_died_is_waited_for_and_all_resume_from_the_checkpoint(tmp_path, uninterrupted):
-    """By --max-restarts; nobody tells the launch on the other host."""
-    run = prepare(tmp_path / "run")
-    command = launch_of_docs()
-    with two_hosts(tmp_path) as hosts, ExitStack() as closing:
-        jobs = launch(hosts, command, run)
-        until(lambda: steps_done(run / "checkpoints") >= 7, jobs)
-        hosts[1].do("ip link set eth0 down")
+        for host in hosts:  # cut off from its rendezvous, torchrun itself waits for minutes
+            until(lambda host=host: not host.has_ranks(), WITHIN, log=launches[0].log.read_text)
+        going = launches[:1]
+        if not waits:
+            assert not going.pop().end(WITHIN)
         hosts[1].die()
-        until(lambda: not hosts[0].ranks(), jobs[:1], WITHIN)
-        again = Host(1, tmp_path / "hosts")
-        closing.callback(again.die)
-        hosts[0].inside(*"ip link delete eth0".split()).wait(60)  # if the other host left it
-        plug_in(hosts[0], again)
-        jobs[1:] = launch([again], command, run)
-        end_well(jobs)
-        assert "resuming from" in jobs[0].output()
+        hosts[1] = Host(1, tmp_path)
+        hosts[0].start("ip link delete eth0").wait(60)  # if the other host left it
+        plug_in(*hosts)
+        going += [Launch(host, command, run) for host in hosts[len(going) :]]
+        for launch in going:
+            assert launch.end(), launch.log.read_text()
+        assert "resuming from" in "".join(path.read_text() for path in run.glob("*.log"))
     assert_same_runs(run / "checkpoints", uninterrupted)
+
+
+# --------------------------------------------------------------------------------------------------
+# Slurm
+
+STEPS = 150
+ACTIVE = ("PENDING", "RUNNING", "COMPLETING")  # states of a job that has not ended
+# Without munge, accounts and cgroups. A requeued job waits as long as a credential holds.
+CONFIGURATION = """\
+ClusterName=spider
+SlurmctldHost=node0
+SlurmUser=root
+AuthType=auth/none
+CredType=cred/none
+AuthInfo=cred_expire=10
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_CPU
+MpiDefault=none
+SchedulerParameters=sched_interval=1
+SlurmdParameters=config_overrides
+StateSaveLocation={directory}/state
+SlurmdSpoolDir={directory}/spool-%n
+SlurmctldPidFile={directory}/slurmctld.pid
+SlurmdPidFile={directory}/slurmd-%n.pid
+GresTypes=gpu
+NodeName=node[0-1] CPUs=4 Gres=gpu:2
+PartitionName=all Nodes=ALL Default=YES
+"""
+GPUS = "".join(f"NodeName=node[0-1] Name=gpu File=/dev/{name}\n" for name in ("null", "zero"))
+
+
+class Slurm:
+    """A cluster of two nodes. Its daemons end with the hosts."""
+
+    def __init__(self, hosts: list[Host], directory: Path):
+        self.host = hosts[0]
+        self.directory = prepare(directory / "run")
+        configuration = directory / "slurm.conf"
+        configuration.write_text(CONFIGURATION.format(directory=directory))
+        (directory / "gres.conf").write_text(GPUS)
+        self.environ = ENVIRON | {"SLURM_CONF": str(configuration)}
+        self.log = directory / "slurm.log"
+        with open(self.log, "w") as log:
+            for host, daemon in ((0, "slurmctld"), (0, "slurmd"), (1, "slurmd")):
+                hosts[host].start(f"{daemon} -D", env=self.environ, stdout=log, stderr=log)
+        nodes = "sinfo --noheader --format='%D %T'"
+        until(lambda: self.command(nodes) == "2 idle", 60, log=self.log.read_text)
+
+    def command(self, command: str) -> str:
+        """Run a command on the first node; return what it prints."""
+        process = self.host.start(command, env=self.environ, stdout=subprocess.PIPE, text=True)
+        return process.communicate(timeout=60)[0].strip()
+
+
+class BatchJob:
+    """The script of docs/scaling.md, submitted under a name. With `by_task`, tasks are ranks."""
+
+    def __init__(self, slurm: Slurm, name: str, by_task: bool = False):
+        self.slurm = slurm
+        script = slurm.directory / f"{name}.sh"
+        script.write_text(batch_script(by_task))
+        submit = f"sbatch --parsable --job-name={name} --chdir={slurm.directory} {script}"
+        self.id = slurm.command(submit)
+        self.run = slurm.directory / "checkpoints" / name
+        self.log = slurm.directory / f"{name}-{self.id}.log"
+
+    def state(self) -> str:
+        description = self.slurm.command(f"scontrol show job {self.id}")
+        return re.search(r"JobState=(\w+)", description)[1]
+
+    def until_steps(self, count: int):
+        until(lambda: steps_done(self.run) >= count, log=self.log.read_text)
+
+    def end(self) -> str:
+        """Wait for its end; return its state."""
+        until(lambda: self.state() not in ACTIVE, log=self.log.read_text)
+        return self.state()
+
+    def check_saved(self):
+        """Check that it was stopped and that its last step was saved."""
+        assert 7 <= final_state(self.run)["step"] == len(metrics(self.run)) < STEPS
+        assert "SIGTERM: stopped after step" in self.log.read_text()
+
+
+def batch_script(by_task: bool) -> str:
+    """Return the batch script of docs/scaling.md, with a small model on one CPU a node for eight
+    GPUs."""
+    script = from_docs("#!/bin/bash")
+    if by_task:
+        before, _, rest = script.partition("\nsrun ")
+        _, _, after = rest.partition("&\n")
+        script = "\n".join([before, from_docs("export .*MASTER_ADDR"), after])
+    for size, small in (
+        ("--gpus-per-node=8", "--gpus-per-node=1"),
+        ("--cpus-per-task=64", "--cpus-per-task=1"),
+        ("--shards 8", "--shards 1"),
+        ("train.py", f"train.py {flags(STEPS)}"),
+    ):
+        assert script.count(size) == 1
+        script = script.replace(size, small)
+    return script
+
+
+@pytest.fixture(scope="module")
+def slurm(tmp_path_factory):
+    if shutil.which("slurmctld") is None:
+        pytest.skip("no Slurm here (Debian and Ubuntu: slurm-wlm)")
+    directory = tmp_path_factory.mktemp("slurm")
+    with two_hosts(directory) as hosts:
+        yield Slurm(hosts, directory)
+
+
+def test_job_with_the_signal_of_its_time_limit_is_requeued_and_ends_like_another_on_its_nodes(
+    slurm,
+):
+    limited, other = (BatchJob(slurm, name) for name in ("limited", "other"))
+    limited.until_steps(7)
+    slurm.command(f"scancel --batch --signal=USR1 {limited.id}")
+    until(lambda: limited.state() == "PENDING", log=limited.log.read_text)
+    limited.check_saved()
+    for job in (other, limited):  # the other torchrun does not depend on that of the job that ended
+        assert job.end() == "COMPLETED", job.log.read_text()
+    assert_same_runs(limited.run, other.run)
+    assert "resuming from" in limited.log.read_text()
+
+
+def test_scancel_saves_and_ends_a_job_whose_tasks_are_ranks_without_torchrun(slurm):
+    job = BatchJob(slurm, "by-task", by_task=True)
+    job.until_steps(7)
+    slurm.command(f"scancel {job.id}")
+    assert job.end() == "CANCELLED"
+    job.check_saved()
+    assert "2 ranks: 2 replicas of 1 shards" in job.log.read_text()

@@ -8,7 +8,6 @@ import re
 import signal
 import sys
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,7 +15,7 @@ import torch
 
 import train
 from conftest import SMALL, final_state, last_step, metrics, model_with_fault, run, run_flags
-from jobs import Job, forked
+from jobs import forked
 from spider import estimate, machine
 from spider.checkpoint import best_checkpoint
 from spider.config import SpiderConfig
@@ -434,23 +433,6 @@ def test_wandb_that_fails_at_the_end_fails_no_run(wandb, new_log):
     machine.start_log()
     Tracker(wandb).finish()
     assert "the service is gone" in new_log()
-
-
-@pytest.mark.slow
-def test_run_survives_the_death_of_wandbs_service(tmp_path, shards, processes):
-    """kill -9, as the kernel does where memory is short."""
-    flags = "--eval_every 0 --run smoke --ckpt_every 5"
-    argv = run_flags(shards, tmp_path / "run", flags, steps=400)
-    job = Job(processes, tmp_path, 1, argv, **OFFLINE)
-    job.wait_for("step 4/")
-    pid = job.ranks[0].pid
-    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    assert children
-    for child in children:
-        os.kill(int(child), signal.SIGKILL)
-    (status,), log = job.end()
-    assert status == 0 and log.count("wandb failed") == 1 and "Traceback" not in log, log
-    assert last_step(tmp_path / "run") == len(metrics(tmp_path / "run")) == 400
 
 
 def test_profiler_leaves_a_trace_of_three_steps(tmp_path, shards, processes):
