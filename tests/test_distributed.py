@@ -433,30 +433,26 @@ def test_rank_whose_torchrun_died_while_it_imported_torch_stops_before_the_first
     assert "stopped before the first step" in log
 
 
-FLAGS_OF_KILLED = "--ckpt_every 5 --shards 2 --eval_every 40".split()
-
-
-@pytest.fixture(scope="module")
-def uninterrupted(tmp_path_factory):
-    """Data, and a run of 60 steps on it under torchrun."""
-    directory = tmp_path_factory.mktemp("uninterrupted")
-    shards = make_shards(directory / "data")
-    run = directory / "run"
-    end_well(torchrun(run_flags(shards, run, *FLAGS_OF_KILLED, steps=60)))
-    return shards, run
-
-
 @pytest.mark.slow
-def test_torchrun_restarts_a_killed_rank_and_the_run_ends_like_an_uninterrupted_one(
-    tmp_path, uninterrupted
+def test_run_whose_rank_and_then_torchrun_are_killed_ends_like_an_uninterrupted_one(
+    tmp_path, shards
 ):
-    shards, whole = uninterrupted
-    killed = tmp_path / "killed"
-    job = torchrun(run_flags(shards, killed, *FLAGS_OF_KILLED, steps=60), "--max-restarts", "1")
-    until(lambda: (killed / "spider-step5.pt").exists())
+    """torchrun starts the ranks again. Without torchrun they save and end, and the same command
+    resumes."""
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    flags = "--ckpt_every 5 --shards 2 --eval_every 40"
+    end_well(torchrun(run_flags(shards, whole, flags, steps=100)))
+    argv = run_flags(shards, killed, flags, steps=100)
+    job = torchrun(argv, "--max-restarts", "1")
+    until((killed / "spider-step5.pt").exists)
     os.kill(workers(killed)[1], signal.SIGKILL)
-    assert "resuming from" in end_well(job)
-    assert [line["step"] for line in metrics(killed)] == list(range(1, 61))
+    until(lambda: steps_done(killed) >= 40)
+    job.kill()
+    _, log = job.communicate(timeout=LIMIT)  # until no rank is left that could write
+    until(lambda: not workers(killed), 60)
+    assert log.count("resuming from") == log.count("SIGTERM: stopped after step") == 1, log
+    assert 40 <= final_state(killed)["step"] == len(metrics(killed)) < 100
+    end_well(torchrun(argv))
     assert_same_runs(whole, killed)
 
 
@@ -476,24 +472,6 @@ def test_a_rank_killed_on_a_gpu_ends_the_other_and_the_same_command_resumes(tmp_
     job = torchrun(run_flags(shards, directory, *NO_EVAL, *flags, steps=last))
     assert "resuming from" in end_well(job)
     assert [line["step"] for line in metrics(directory)] == list(range(1, last + 1))
-
-
-@pytest.mark.slow
-def test_ranks_of_a_killed_torchrun_save_and_the_run_ends_like_an_uninterrupted_one(
-    tmp_path, uninterrupted
-):
-    shards, whole = uninterrupted
-    killed = tmp_path / "killed"
-    argv = run_flags(shards, killed, *FLAGS_OF_KILLED, steps=60)
-    job = torchrun(argv)
-    until(lambda: steps_done(killed) >= 7)
-    job.kill()
-    _, log = job.communicate(timeout=LIMIT)  # until no rank is left that could write
-    until(lambda: not workers(killed), 60)
-    assert log.count("SIGTERM: stopped after step") == 1, log
-    assert 7 <= final_state(killed)["step"] == len(metrics(killed)) < 60
-    assert "resuming from" in end_well(torchrun(argv))
-    assert_same_runs(whole, killed)
 
 
 @pytest.mark.slow
