@@ -228,11 +228,13 @@ class StopSignals:
     """Handle the signals that ask a run to stop: SIGTERM, SIGINT (Ctrl-C), SIGHUP (a lost terminal)
     and SIGUSR1 (which Slurm users send before the time limit).
 
-    The first signal sets `asked`: the run stops after the step, and saves. While `raises` is set,
-    as until the first step, it raises Stopped. The second signal ends the process at once, or does
-    what the caller's handler does. Signals within COPY_SECONDS of the first one are copies of it:
-    torchrun and `timeout` repeat a signal that was sent to all processes, a closed terminal sends
-    two SIGHUP, systemd and Slurm send two kinds. SIGHUP stays ignored if it was, as under nohup.
+    The first signal sets `asked`: the run stops after the step, and saves. While `raises` is set
+    (until the first step, and in `may_interrupt`), the first signal raises Stopped.
+
+    The second signal ends the process at once, or does what the caller's handler does. Within
+    COPY_SECONDS of the first signal it is ignored as a copy: torchrun and `timeout` repeat a signal
+    that was sent to all processes, a closed terminal sends SIGHUP twice, systemd and Slurm send two
+    kinds. SIGHUP stays ignored if it was, as under nohup.
 
     Only the main thread can handle signals: a run in another thread says so, and does not.
 
@@ -316,8 +318,8 @@ class StopSignals:
 
 
 class Tracker:
-    """The wandb run of --run. If wandb fails after its start, that is logged once, and the run goes
-    on without it."""
+    """The wandb run of --run. If wandb fails after its start, log the failure once, and continue
+    without wandb."""
 
     def __init__(self, wandb_run):
         self.wandb_run = wandb_run  # None once it failed
