@@ -3,7 +3,7 @@
     python sample.py checkpoints/shakespeare --export exported
     python train.py --resume exported --reset_steps --data_dir data
 
-It has the weights (safetensors), config.json, a model card, LICENSE, and the code:
+It has the weights (safetensors), config.json, a tokenizer, a model card, LICENSE, and the code:
 modeling_spider.py, the adapter, and the modules that it imports, flattened. So the export works
 without installing Spider, and its code does not change. The code runs only with trust_remote_code.
 checkpoint.py reads weights and config.json back without executing code.
@@ -110,16 +110,17 @@ def texts_of(path: Path, saved: dict) -> dict[str, str]:
     }
     texts["config.json"] = as_json(model_settings)
     texts["generation_config.json"] = as_json(GENERATION_SETTINGS)
+    texts["tokenizer.json"] = byte_tokenizer()
     texts["tokenizer_config.json"] = as_json(TOKENIZER_SETTINGS)
     texts["README.md"] = CARD.format(facts=as_json({"checkpoint": path.name} | facts))
     return texts
 
 
 SPECIAL_IDS = {"pad_token_id": PAD_ID, "bos_token_id": BOS_ID, "eos_token_id": EOS_ID}
+SPECIAL_TOKENS = {"pad_token": "<pad>", "bos_token": "<bos>", "eos_token": "<eos>"}  # 256 to 258
 TOKENIZER_SETTINGS = {
-    "tokenizer_class": "SpiderTokenizer",
-    "auto_map": {"AutoTokenizer": [f"{ADAPTER}.SpiderTokenizer", None]},
-    "errors": "replace",
+    "tokenizer_class": "PreTrainedTokenizerFast",
+    **SPECIAL_TOKENS,
     "padding_side": "left",
 }
 GENERATION_SETTINGS = {
@@ -130,6 +131,30 @@ GENERATION_SETTINGS = {
     # not the reserved ids: fine-tuning may give them a meaning, and before they are never a target
     "suppress_tokens": [PAD_ID, BOS_ID],
 }
+
+
+def byte_tokenizer() -> str:
+    """Return tokenizer.json: a byte-level BPE without merges, so that the ids of a text are its
+    UTF-8 bytes. Tokens that a user adds take the reserved ids, from 259 on."""
+    try:
+        from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    except ModuleNotFoundError:
+        raise CheckpointError('tokenizers is not installed: pip install -e ".[hf]"') from None
+    # A byte is written as the character of its number if that is in the alphabet. The other bytes
+    # are written, in order, as the rest of the alphabet.
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    substitutes = iter(sorted(character for character in alphabet if ord(character) > 255))
+    vocabulary = {}
+    for byte in range(256):
+        character = chr(byte)
+        if character not in alphabet:
+            character = next(substitutes)
+        vocabulary[character] = byte
+    tokenizer = Tokenizer(models.BPE(vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([*SPECIAL_TOKENS.values()])
+    return tokenizer.to_str()
 
 
 def license_text() -> str:
@@ -187,7 +212,7 @@ read it first. It needs torch and transformers 5.24 or later.
 ```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-tokenizer = AutoTokenizer.from_pretrained("DIR", trust_remote_code=True)
+tokenizer = AutoTokenizer.from_pretrained("DIR")
 model = AutoModelForCausalLM.from_pretrained("DIR", trust_remote_code=True)
 inputs = tokenizer(["ROMEO:", "To be, or"], return_tensors="pt", padding=True)
 ids = model.generate(**inputs, max_new_tokens=200)
