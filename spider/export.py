@@ -212,7 +212,7 @@ read it first. It needs torch and transformers 5.24 or later.
 ```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-tokenizer = AutoTokenizer.from_pretrained("DIR")
+tokenizer = AutoTokenizer.from_pretrained("DIR", trust_remote_code=False)
 model = AutoModelForCausalLM.from_pretrained("DIR", trust_remote_code=True)
 inputs = tokenizer(["ROMEO:", "To be, or"], return_tensors="pt", padding=True)
 ids = model.generate(**inputs, max_new_tokens=200)
