@@ -321,10 +321,6 @@ class SpiderForCausalLM(PreTrainedModel, GenerationMixin):
                 "cache must be the cache that an earlier call returned; leave it out to start a "
                 "text"
             )
-        if len(cache.ids) != len(input_ids):
-            raise ValueError(
-                f"cache: it continues {len(cache.ids)} rows, but input_ids has {len(input_ids)}"
-            )
         if cache.right_padded:
             raise ValueError(
                 "attention_mask: to continue a text, pad on the left (padding_side='left')"

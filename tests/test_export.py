@@ -3,6 +3,7 @@ without trust."""
 
 import json
 import os
+import re
 import shutil
 from pathlib import Path
 
@@ -14,7 +15,6 @@ from safetensors.torch import load_file, save_file
 import sample
 from conftest import ROOT, final_state, refused, run_python, text
 from exporting import checkpoint, exported, load_model, model, spider
-from spider import export
 from spider.checkpoint import load_checkpoint
 from spider.common import locked
 from spider.export import flat_modules
@@ -51,6 +51,7 @@ def test_an_export_has_settings_weights_tokenizer_card_license_and_code(exported
     }
     for name, code in MODULES.items():
         assert (exported / name).read_text() == code
+        assert not re.search(r"^ *(from|import) (spider|spider_model|tile_moe)\b", code, re.M)
     assert (exported / "LICENSE").read_bytes() == (ROOT / "LICENSE").read_bytes()
     assert "\nlicense: apache-2.0\n" in (exported / "README.md").read_text().split("---")[1]
     assert len({file.stat().st_mode for file in exported.iterdir()}) == 1  # readable for all
@@ -100,15 +101,10 @@ def test_a_script_uses_an_export_without_the_project_or_modules_of_unix(
     assert written[: len(expected)] == expected
 
 
-def test_an_export_replaces_nothing(checkpoint, exported, tmp_path, capsys):
-    (tmp_path / "full").mkdir()
-    (tmp_path / "full" / "mine.txt").write_text("x")
-    for origin, target, remedy in (
-        (checkpoint, tmp_path / "full", "exists and is not an empty directory: use another name"),
-        (exported, tmp_path / "new", "--export needs a checkpoint of a training run"),
-    ):
-        assert remedy in refusal(capsys, origin, "--export", target)
-    assert os.listdir(tmp_path) == ["full"]
+def test_an_export_is_not_exported_again(exported, tmp_path, capsys):
+    line = refusal(capsys, exported, "--export", tmp_path / "new")
+    assert "--export needs a checkpoint of a training run" in line
+    assert not os.listdir(tmp_path)
 
 
 def test_a_failed_export_leaves_nothing_and_can_be_repeated(
@@ -161,62 +157,6 @@ def test_the_model_card_has_facts_and_foreign_text_as_json_alone(checkpoint, tmp
     assert facts["flags"]["data_dir"] == heading  # a name, no private path
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["training"].items() <= facts.items()
-
-
-# --------------------------------------------------------------------------------------------------
-# Flattening
-
-
-@pytest.fixture
-def project(tmp_path, monkeypatch):
-    """Lay out a project of modules by their paths."""
-    monkeypatch.setattr(export, "ROOT", tmp_path)
-    monkeypatch.setattr(export, "PROJECT", ("top", "pack", "other", "alone"))
-
-    def lay(modules: dict[str, str]):
-        for name, code in modules.items():
-            path = tmp_path / name
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(code)
-
-    return lay
-
-
-def test_imports_are_followed_wherever_they_stand_and_those_of_others_stay(project):
-    project(
-        {
-            "top.py": "import os\nfrom pack.a import (x,\n    y)\nfrom torch import nn\n",
-            "pack/a.py": (
-                "if True:\n    from pack.b import z\n"
-                "def f():\n    from alone import w  # from alone import\n"
-            ),
-            "pack/b.py": (
-                "from pack.a import x  # a circle\nfrom alone import w; from pack.c import v\n"
-            ),
-            "pack/c.py": 'TEXT = "from alone import nothing"\n',
-            "alone.py": "",
-            "unused.py": "",
-        }
-    )
-    assert flat_modules("top") == {
-        "top.py": "import os\nfrom .a import (x,\n    y)\nfrom torch import nn\n",
-        "a.py": (
-            "if True:\n    from .b import z\n"
-            "def f():\n    from .alone import w  # from alone import\n"
-        ),
-        "b.py": "from .a import x  # a circle\nfrom .alone import w; from .c import v\n",
-        "c.py": 'TEXT = "from alone import nothing"\n',
-        "alone.py": "",
-    }
-
-
-@pytest.mark.parametrize(
-    "line", ("import pack.a", "from pack import a", "from pack.a import x; from other.a import y")
-)
-def test_an_import_that_no_flat_directory_can_have_is_an_error(project, line):
-    project({"top.py": line, "pack/a.py": "", "other/a.py": "", "alone.py": ""})
-    with pytest.raises(ValueError, match="exported modules must|another module is also named a.py"):
-        flat_modules("top")
 
 
 # --------------------------------------------------------------------------------------------------
