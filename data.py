@@ -784,7 +784,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add(
         "--binary",
         action="store_true",
-        help="read any bytes as text, instead of skipping binary files, UTF-16 and PDFs",
+        help="read any bytes as text, instead of skipping binary files and those not in UTF-8",
     )
     add("--strict", action="store_true", help="stop at the first bad record instead of skipping it")
     add("--shard_mb", type=real(1e-6, 1e9), default=256, metavar="MB", help="size of a shard")

@@ -464,9 +464,9 @@ def print_error(prog: str, line: str):
 
 MIB = 1 << 20
 # The most bytes that are read whole, by kind. Parsed, JSON and CSV may take 30 times as much
-# memory. What has no limit here is read in pieces, or mapped.
+# memory. What has no limit here is read in pieces, or mapped, but for .json files.
 LIMITS = {
-    "record": 32 * MIB,  # a value of JSON, or a line or a cell of CSV
+    "record": 32 * MIB,  # a line of JSON, or a cell of CSV
     "prompt": 32 * MIB,
     "metadata.json": 32 * MIB,
     "config file": MIB >> 6,  # a name of thousands of dotted parts takes quadratic time and memory

@@ -13,6 +13,8 @@ import hashlib
 import json
 import os
 import re
+import shutil
+from codecs import BOM_UTF8
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -25,7 +27,6 @@ from spider.common import (
     DataError,
     ProgressBar,
     bounded_lines,
-    delete_unfinished,
     durable,
     locked,
     note,
@@ -34,14 +35,11 @@ from spider.common import (
     sync,
 )
 from spider.inputs import (
-    BYTE_ORDER_MARK,
     COMPRESSIONS,
     MIB,
-    TABLES,
     Fault,
     fault_of,
     hub_rows,
-    is_compressed,
     json_records,
     naming,
     open_input,
@@ -54,11 +52,18 @@ from spider.shard_files import METADATA, SPLITS, ShardEntry, files_below
 from spider.vocabulary import BOS_ID, EOS_ID, VOCAB_SIZE
 
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")  # owner/name of a data set
-WRITTEN = re.compile(r"(train|val)-[0-9]{5,}\.bin")  # the shards of `prepare`
+UNFINISHED = ".prepare"  # folder in --out for shards until all are complete, and for copies
 
-# How a file is read, by its extension.
-KINDS = {".txt": "text", ".jsonl": "JSON lines", ".ndjson": "JSON lines", ".json": "JSON"}
-KINDS |= dict.fromkeys(TABLES, "table")
+# How a file is read, by its extension
+KINDS = {
+    ".txt": "text",
+    ".jsonl": "JSON lines",
+    ".ndjson": "JSON lines",
+    ".json": "JSON",
+    ".parquet": "table",
+    ".csv": "table",
+    ".arrow": "table",
+}
 
 # --------------------------------------------------------------------------------------------------
 # Inputs become documents
@@ -69,13 +74,13 @@ class Input(NamedTuple):
 
     path: str
     kind: str  # a value of KINDS, or document (of --ext), stdin, hub
-    is_named: bool = True  # on the command line; else it was found in a directory
 
     def size(self) -> int | None:
         """Return how many bytes will be read, None if that is not known before."""
-        if self.kind in ("table", "hub", "stdin") or is_compressed(self.path):
+        is_compressed = self.path.lower().endswith(COMPRESSIONS)
+        if self.kind == "table" or is_compressed or not os.path.isfile(self.path):
             return None
-        return os.path.getsize(self.path) if os.path.isfile(self.path) else None
+        return os.path.getsize(self.path)
 
 
 # its split, and the pieces of its text; read once, before the next document
@@ -105,40 +110,45 @@ class Documents:
             return self._find_files(argument)
         refuse_address(argument)
         # Neither a dead link nor a mistyped name of a file is looked up at the hub.
-        extension = Path(argument).suffix.lower()
-        is_file = os.path.lexists(argument) or extension in KINDS or extension in COMPRESSIONS
+        is_file = os.path.lexists(argument) or self._kind_of(argument) is not None
         if self.endings or is_file or not HUB_NAME.fullmatch(argument):
             raise DataError(f"{argument}: no such file or directory")
         return [Input(argument, "hub")]
 
+    def _kind_of(self, path: str | Path) -> str | None:
+        """Return how a file is read, by its name; None if it is not."""
+        name = uncompressed_name(path)
+        if self.endings:
+            return "document" if name.endswith(self.endings) else None
+        return KINDS.get(Path(name).suffix)
+
     def _find_files(self, argument: str) -> list[Input]:
         """List a file, or the inputs below a directory in sorted order; say how many files are left
         out."""
-        unreadable: list[OSError] = []  # errors of directories
-        paths = [Path(argument)]
-        is_named = not os.path.isdir(argument)
-        if not is_named:
-            paths = sorted(map(Path, files_below(argument, unreadable.append)))
-        for error in unreadable:
+
+        def skip_folder(error: OSError):
             if error.filename == argument:
                 raise error
             self.skip(f"unreadable: {error.strerror}", error.filename)
+
+        paths = [Path(argument)]
+        is_named = not os.path.isdir(argument)
+        if not is_named:
+            paths = sorted(map(Path, files_below(argument, skip_folder)))
         inputs = []
+        others: Counter[str] = Counter()
         for path in paths:
-            name = uncompressed_name(path)
-            kind = KINDS.get(Path(name).suffix)
-            if self.endings:
-                kind = "document" if name.endswith(self.endings) else None
-            if kind is not None:
-                inputs.append(Input(str(path), kind, is_named))
-        if not inputs and not unreadable:
+            kind = self._kind_of(path)
+            if kind is None:
+                others[path.suffix or "without extension"] += 1
+            elif is_named or os.path.isfile(path) and os.access(path, os.R_OK):
+                inputs.append(Input(str(path), kind))
+            else:
+                self.skip("unreadable, a dead link or no regular file", str(path))
+        if others.total() == len(paths):
             extensions = " ".join(self.endings or KINDS)
             raise DataError(f"{argument}: no {extensions} file; --ext names other text files")
-        if len(inputs) < len(paths):
-            read = {source.path for source in inputs}
-            others = Counter(
-                path.suffix or "without extension" for path in paths if str(path) not in read
-            )
+        if others:
             shown = ", ".join(f"{count:,} {name}" for name, count in others.most_common(5))
             note(f"prepare: {argument}: skipped by name: {shown}; --ext names all that are read")
         return inputs
@@ -146,28 +156,18 @@ class Documents:
     def read(self, source: Input, scratch: Path) -> Iterator[Document]:
         """Yield the documents of an input. `scratch`: directory for temporary copies, see
         open_input."""
+        path = source.path
         if source.kind == "hub":
-            rows = hub_rows(source.path, self.field, self.hub_config, self.hub_split)
-            yield from self._documents_of_records(rows, source.path)
+            rows = hub_rows(path, self.field, self.hub_config, self.hub_split)
+            yield from self._documents_of_records(rows, path)
             return
-        if not source.is_named and not os.path.isfile(source.path):
-            self.skip("missing, a dead link or no regular file", source.path)
-            return
-        try:
-            file = open_input(source.path, scratch)
-        except OSError as error:
-            # a file that the command names, or the copy in `scratch`
-            if source.is_named or error.filename != source.path:
-                raise
-            self.skip(f"unreadable: {error.strerror}", source.path)
-            return
-        with file, naming(source.path):
+        with open_input(path, scratch) as file, naming(path):
             yield from self._documents_of_file(file, source)
 
     def _documents_of_file(self, file: IO[bytes], source: Input) -> Iterator[Document]:
         path = source.path
-        head = file.read(MIB)
-        start = len(BYTE_ORDER_MARK) if head.startswith(BYTE_ORDER_MARK) else 0
+        head = file.read(8192)  # git, too, judges by as many
+        start = len(BOM_UTF8) if head.startswith(BOM_UTF8) else 0
         size = file.seek(0, os.SEEK_END) - start
         file.seek(start)
         kind = guess_kind(head[start:]) if source.kind == "stdin" else source.kind
@@ -181,7 +181,7 @@ class Documents:
         elif kind == "JSON lines":
             yield from self._documents_of_records(bounded_lines(file, "record"), path)
         elif kind == "JSON":
-            yield from self._documents_of_records(json_records(file), path)
+            yield from self._documents_of_records(json_records(path, file), path)
         elif kind == "document":
             split = self._draw_split(pieces(file, size, path))
             file.seek(start)
@@ -240,16 +240,15 @@ def guess_kind(head: bytes) -> str:
 
 
 class ShardWriter:
-    """Write the shards of a split, each of `shard_ids` ids but the last. They keep temporary names
-    until all are complete."""
+    """Write the shards of a split into a folder, each of `shard_ids` ids but the last."""
 
     BOS = np.array([BOS_ID], "<u2")
     EOS = np.array([EOS_ID], "<u2")
     name: str  # of the unfinished shard
     file: IO[bytes]
 
-    def __init__(self, out: Path, split: str, shard_ids: int):
-        self.out = out
+    def __init__(self, folder: Path, split: str, shard_ids: int):
+        self.folder = folder
         self.split = split
         self.shard_ids = shard_ids
         self.entries: list[ShardEntry] = []  # finished shards
@@ -269,9 +268,8 @@ class ShardWriter:
         """Append ids to the unfinished shard, and to further ones where it is full."""
         while len(ids):
             if self.n_ids == 0:
-                self.name = f"{self.split}-{len(self.entries):05d}.bin"  # see WRITTEN
-                path = temporary_path(self.out, self.name)
-                self.file = open(path, "xb", MIB)  # x: a link of this name is not followed
+                self.name = f"{self.split}-{len(self.entries):05d}.bin"
+                self.file = open(self.folder / self.name, "xb", MIB)
                 self.digest = hashlib.sha256()
             room = self.shard_ids - self.n_ids
             part = ids[:room]
@@ -287,7 +285,7 @@ class ShardWriter:
         if self.n_ids == 0:
             return
         self.file.close()
-        sync(temporary_path(self.out, self.name))
+        sync(self.folder / self.name)
         digest = self.digest.hexdigest()
         entry = ShardEntry(self.name, self.split, self.n_ids, self.new_documents, digest)
         self.entries.append(entry)
@@ -303,24 +301,28 @@ class ShardWriter:
 def prepare(arguments: Sequence[str], out: Path, documents: Documents, shard_ids: int):
     """Turn inputs into shards of `shard_ids` ids and a metadata.json, in one pass.
 
-    Shards get their names last, after metadata.json is written. So nothing that a killed process
-    left is taken for data, and until then the next `prepare` deletes it. After an error nothing is
-    left.
+    Shards leave the folder UNFINISHED last, after metadata.json is written. So nothing that a
+    killed process left is taken for data, and the next `prepare` deletes it. After an error nothing
+    is left.
     """
     inputs: list[Input] = []
     for argument in arguments:
         inputs += documents.find(argument)
     out.mkdir(parents=True, exist_ok=True)
+    folder = out / UNFINISHED
+    entries: list[ShardEntry] = []
     with locked(out):
+        shutil.rmtree(folder, ignore_errors=True)
         if (out / METADATA).exists() or any(out.rglob("*.bin")):
             raise DataError(f"{out}: has shards already: use another --out, or delete it")
-        delete_files(out)
         try:
             with naming(out):
-                writers = write_shards(inputs, out, documents, shard_ids)
+                folder.mkdir()
+                writers = write_shards(inputs, folder, documents, shard_ids)
                 totals = {writer.split: writer.totals() for writer in writers}
                 report(arguments, documents, totals)
-                entries = [entry for writer in writers for entry in writer.entries]
+                for writer in writers:
+                    entries += writer.entries
                 metadata = dict(
                     vocab_size=VOCAB_SIZE,
                     dtype="uint16",
@@ -337,10 +339,11 @@ def prepare(arguments: Sequence[str], out: Path, documents: Documents, shard_ids
                 with durable(out / METADATA) as file:
                     json.dump(metadata, file, indent=1)
                 for entry in entries:
-                    os.replace(temporary_path(out, entry.name), out / entry.name)
+                    os.replace(folder / entry.name, out / entry.name)
                 sync(out)
         except BaseException as error:
-            delete_files(out)
+            for name in (METADATA, *(entry.name for entry in entries)):
+                (out / name).unlink(missing_ok=True)
             if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
                 raise DataError(
                     f"{error.filename}: {error.strerror}: shards take two bytes for each byte of "
@@ -348,6 +351,8 @@ def prepare(arguments: Sequence[str], out: Path, documents: Documents, shard_ids
                     "another --out"
                 ) from None
             raise
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
     counts = "; ".join(
         f"{split} {total['ids']:,} ids, {total['documents']:,} documents"
         for split, total in totals.items()
@@ -355,31 +360,17 @@ def prepare(arguments: Sequence[str], out: Path, documents: Documents, shard_ids
     say(f"{out}: {counts}")
 
 
-def temporary_path(out: Path, name: str) -> Path:
-    """Return the path of a shard until all shards are complete."""
-    return out / f".{name}.tmp"
-
-
-def delete_files(out: Path):
-    """Delete all that this or a killed `prepare` wrote, under final and temporary names."""
-    delete_unfinished(out, METADATA)
-    for path in out.iterdir():
-        name = path.name.removeprefix(".").removesuffix(".tmp")
-        if path.name == METADATA or WRITTEN.fullmatch(name):
-            path.unlink()
-
-
 def write_shards(
-    inputs: Sequence[Input], out: Path, documents: Documents, shard_ids: int
+    inputs: Sequence[Input], folder: Path, documents: Documents, shard_ids: int
 ) -> list[ShardWriter]:
     """Write the documents of all inputs; return a writer for each split."""
-    writers = {split: ShardWriter(out, split, shard_ids) for split in SPLITS}
+    writers = {split: ShardWriter(folder, split, shard_ids) for split in SPLITS}
     sizes = [source.size() for source in inputs]
     total = 0 if None in sizes else sum(size or 0 for size in sizes)
     progress = ProgressBar("prepare", total)
     end = 0  # bytes of the inputs up to this one
     for source, size in zip(inputs, sizes, strict=True):
-        for split, text in documents.read(source, out):
+        for split, text in documents.read(source, folder):
             writers[split].write(text, progress)
         end += size or 0
         # Only texts were counted: add the rest of JSON lines.

@@ -15,22 +15,24 @@ from tokenizer import BOS_ID, EOS_ID
 # Commands
 
 
+def words_of(command: str | Sequence) -> list[str]:
+    """Return the words of a command. A word with spaces needs a sequence."""
+    return command.split() if isinstance(command, str) else [str(word) for word in command]
+
+
 def run_data(command: str | Sequence) -> int:
-    """Run a command of data.py; return its exit status. A word with spaces needs a sequence."""
-    words = command.split() if isinstance(command, str) else [str(word) for word in command]
-    return data.main(words)
+    """Run a command of data.py; return its exit status."""
+    return data.main(words_of(command))
 
 
 def prepare(command: str | Sequence):
     """Run `data.py prepare`, which must succeed."""
-    words = command.split() if isinstance(command, str) else command
-    assert run_data(["prepare", *words]) == 0
+    assert data.main(["prepare", *words_of(command)]) == 0
 
 
 def error_line(capsys, command: str | Sequence) -> str:
     """Run a command that must be refused; return the error."""
-    words = command.split() if isinstance(command, str) else command
-    return refused(words, capsys, program="data.py", main=data.main)
+    return refused(words_of(command), capsys, program="data.py", main=data.main)
 
 
 # --------------------------------------------------------------------------------------------------

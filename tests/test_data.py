@@ -464,7 +464,7 @@ def test_printed_command_has_its_path_quoted(in_tmp_path, capsys):
 def prepared(in_tmp_path, capsys) -> Path:
     """Prepare eight shards in a directory `o`; return the path of one."""
     Path("a.txt").write_bytes(bytes(range(32, 256)) * 343)
-    prepare("a.txt --out o --shard_mb 0.02")
+    prepare("a.txt --binary --out o --shard_mb 0.02")
     capsys.readouterr()
     return Path("o/train-00001.bin")
 
