@@ -464,7 +464,7 @@ def print_error(prog: str, line: str):
 
 MIB = 1 << 20
 # The most bytes that are read whole, by kind. Parsed, JSON and CSV may take 30 times as much
-# memory. What has no limit here is read in pieces, or mapped, but for .json files.
+# memory. What has no limit here is read in pieces or mapped, except .json files.
 LIMITS = {
     "record": 32 * MIB,  # a line of JSON, or a cell of CSV
     "prompt": 32 * MIB,

@@ -181,8 +181,8 @@ def is_object(line: bytes) -> bool:
 
 
 def table_rows(path: str, file: IO[bytes], field: str) -> Iterator[object]:
-    """Yield the rows of a table, at least with its column `field`. The extension of `path` names
-    the format. Raise DataError for anything that cannot be read."""
+    """Yield the rows of a table, with the column `field` alone. The extension of `path` names the
+    format. Raise DataError for anything that cannot be read."""
     extension = Path(uncompressed_name(path)).suffix
     with any_error_as_data_error(path):
         if extension == ".csv":
@@ -210,17 +210,21 @@ def table_rows(path: str, file: IO[bytes], field: str) -> Iterator[object]:
 
 
 def csv_rows(file: IO[bytes], field: str) -> Iterator[object]:
-    """Yield the rows of a CSV file, whose cells are taken as they stand."""
+    """Yield the rows of a CSV file, with the cell of the column `field` as it stands."""
     csv.field_size_limit(LIMITS["record"])
     text = io.TextIOWrapper(file, "utf-8", "surrogateescape", newline="")
-    rows = csv.DictReader(text, strict=True)
+    rows = csv.reader(text, strict=True)
     try:
-        check_column(field, rows.fieldnames or [])
-        for row in rows:
-            is_whole = None not in row and None not in row.values()
-            yield row if is_whole else Fault("with more or fewer fields than line 1")
+        names = next(rows, [])
+        check_column(field, names)
+        column = names.index(field)
+        for row in filter(None, rows):
+            is_whole = len(row) == len(names)
+            yield (
+                {field: row[column]} if is_whole else Fault("with more or fewer fields than line 1")
+            )
     except csv.Error as error:
-        raise ValueError(f"line {rows.reader.line_num:,}: {error}") from None
+        raise ValueError(f"line {rows.line_num:,}: {error}") from None
 
 
 def hub_rows(name: str, field: str, config: str | None, split: str) -> Iterator[object]:
