@@ -3,148 +3,152 @@
     python -m spider.curves OUT.png checkpoints/a checkpoints/b
     python -m spider.curves OUT.png "default=checkpoints/a" "three loops=checkpoints/b"
 
-Every chart shows one quantity over the bytes seen: the logged values as a thin line, their moving
-average as a thick one, validation as dots; vertical lines are the beginnings of epochs. Only charts
-with data are drawn. matplotlib is imported only to draw.
+A panel shows one quantity over the bytes seen, in a color per run: the moving average, a band from
+the 10th to the 90th percentile, and circles for validation. Dotted lines mark where epochs start.
+The first tenth of a run sets no axis, since its losses would flatten the rest. A quantity that does
+not vary after it gets no panel. matplotlib is imported only to draw.
 """
 
 import importlib.util
 import math
 import os
 import sys
+from collections import defaultdict
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 from loguru import logger
 
-from spider.common import UsageError, durable, one_line, run_program
+from spider.common import UsageError, durable, run_program
 from spider.machine import quiet
 from spider.run import read_lines
 
-EPOCHS = 30  # the beginnings of more are not marked
-COLUMNS = 4  # charts in a row, at most
-
-
-class Chart(NamedTuple):
-    title: str
-    name: str  # key in metrics.jsonl
-    factor: float = 1  # by which its values are multiplied
-    validation: str = ""  # key of the validation values
-
-
-CHARTS = (
-    Chart("bits per byte", "loss", 1 / math.log(2), "val_bpb"),
-    Chart("bytes per segment", "bytes_per_segment", validation="val_bytes_per_segment"),
-    Chart("loops until halting", "mean_loops"),
-    Chart("learning rate", "lr"),
-    Chart("gradient norm", "grad_norm"),
-    Chart("load of the busiest expert (1 is even)", "expert_balance"),
-    Chart("bytes per second", "tok_per_sec"),
-)
+PANELS = {  # title: key in metrics.jsonl, key of its validation
+    "bits per byte": ("bpb", "val_bpb"),
+    "bytes per segment": ("bytes_per_segment", "val_bytes_per_segment"),
+    "loops until halting": ("mean_loops", ""),
+    "learning rate": ("lr", ""),
+    "gradient norm": ("grad_norm", ""),
+    "load of the busiest expert (1 is even)": ("expert_balance", ""),
+    "bytes per second": ("tok_per_sec", ""),
+}
 SOURCE = "val_bpb/"  # prefix of the keys of a source's validation
+COLUMNS = 3  # panels in a row
+EPOCHS = 30  # the starts of more epochs are not marked
+PLACES = 200  # of a moving average
+NOISE = 1e-5  # relative: what varies less is constant but for rounding
 
-# --------------------------------------------------------------------------------------------------
-# What is drawn
-
-
-def read_metrics(path: Path) -> list[dict]:
-    """Read the finite numbers of each line of metrics.jsonl; return nothing if there is no such
-    file."""
-    lines = [line for line in read_lines(path) if line.get("bytes_seen")]
-    return [{key: value for key, value in line.items() if value is not None} for line in lines]
+Curves = dict[str, np.ndarray]  # by key, [2, values]: bytes seen, values
 
 
-def curve_of(lines: list[dict], name: str, factor: float = 1) -> tuple[np.ndarray, np.ndarray]:
-    """Return a curve: million bytes, and over them the values of `name`."""
-    lines = [line for line in lines if name in line]
-    x = [line["bytes_seen"] / 1e6 for line in lines]
-    y = [factor * line[name] for line in lines]
-    return np.array(x), np.array(y)
+def read_curves(directory: Path) -> Curves:
+    """Read the finite numbers of a run's metrics.jsonl; return nothing if there is no such file."""
+    points: dict[str, list] = defaultdict(list)
+    for line in read_lines(directory / "metrics.jsonl"):
+        bytes_seen = line.get("bytes_seen")
+        loss = line.get("loss")
+        if loss is not None:
+            line["bpb"] = loss / math.log(2)
+        for key, value in line.items():
+            if bytes_seen and value is not None:
+                points[key].append((bytes_seen, value))
+    return {key: np.array(values).T for key, values in points.items()}
 
 
-def average(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the moving average of a curve, each mean over the middle of a twentieth of it."""
-    if not len(y):
-        return x, y
-    width = 1 + len(y) // 20
-    means = np.convolve(y, np.full(width, 1 / width), "valid")
-    return x[width // 2 :][: len(means)], means
+def later(values: np.ndarray) -> np.ndarray:
+    """Return the last nine tenths of an array's last dimension."""
+    return values[..., values.shape[-1] // 10 :]
 
 
-def charts_of(lines: list[dict]) -> list[Chart]:
-    """Return the charts for which lines have values, one for each source of a mixture, too."""
-    names = dict.fromkeys(name for line in lines for name in line)  # in their order there
-    charts = [chart for chart in CHARTS if {chart.name, chart.validation} & names.keys()]
-    for name in names:
-        if name.startswith(SOURCE):
-            source = name.removeprefix(SOURCE)
-            charts.append(Chart(f"validation of {source}, bits per byte", name))
-    return charts
+def smooth(curve: np.ndarray, width: int) -> np.ndarray:
+    """Average a curve [2, values] over a moving window of `width` values.
+
+    Return [4, places]: bytes seen, mean, 10th and 90th percentile."""
+    windows = np.lib.stride_tricks.sliding_window_view(curve, width, axis=1)
+    last = windows.shape[1] - 1
+    places = np.unique(np.linspace(0, last, PLACES).astype(int))
+    x, y = windows[:, places]
+    low, high = np.percentile(y, (10, 90), axis=1)
+    return np.stack([x.mean(axis=1), y.mean(axis=1), low, high])
 
 
-def beginnings(lines: list[dict]) -> list[float]:
-    """Return after how many million bytes each epoch but the first begins; nothing for more than
-    EPOCHS of them."""
-    starts = []
-    for before, line in zip(lines, lines[1:], strict=False):
-        if line.get("epoch", 0) > before.get("epoch", 0):
-            starts.append(before["bytes_seen"] / 1e6)
+def starts_of_epochs(curves: Curves) -> list[float]:
+    """Return after how many bytes each epoch but the first starts; nothing if they are many."""
+    x, epochs = curves.get("epoch", np.empty((2, 0)))
+    starts = x[:-1][np.diff(epochs) > 0].tolist()
     return starts if len(starts) <= EPOCHS else []
 
 
-# --------------------------------------------------------------------------------------------------
-# Drawing
+def panels_of(runs: list[Curves]) -> dict[str, tuple[str, str]]:
+    """Return the panels of what varies in these runs, with one for each source of a mixture."""
+    panels = dict(PANELS)
+    for key in sorted(set().union(*runs)):
+        if key.startswith(SOURCE):
+            panels[f"validation of {key.removeprefix(SOURCE)}, bits per byte"] = ("", key)
+    varying = {}
+    for title, keys in panels.items():
+        found = [later(run[key][1]) for run in runs for key in keys if key in run]
+        if not found:
+            continue
+        values = np.concatenate(found)
+        if np.ptp(values) > NOISE * values.max():
+            varying[title] = keys
+    return varying
 
 
-def draw_curves(out: Path, runs: list[tuple[str, list[dict]]]):
-    """Draw runs into a PNG, a color per run; raise ImportError without matplotlib.
+def draw_panel(axes, key: str, validation: str, runs: list[Curves]):
+    """Draw the curves of one quantity, given its keys."""
+    shown = []  # values that set the axis
+    for number, curves in enumerate(runs):
+        color = f"C{number}"
+        if key in curves:
+            curve = curves[key]
+            width = 1 + curve.shape[1] // 20
+            if key == "lr":
+                width = 1  # a schedule has no noise to average
+            averages = smooth(curve, width)
+            x, mean, low, high = averages
+            axes.fill_between(x, low, high, color=color, alpha=0.2, lw=0)
+            axes.plot(x, mean, color, label=f"{mean[-1]:.4g}")
+            shown.append(later(averages[1:]))
+        if validation in curves:
+            x, y = curves[validation]
+            label = f"validation {y[-1]:.4g}, lowest {y.min():.4g}"
+            axes.plot(x, y, color, lw=0.7, marker="o", mfc="white", label=label)
+            shown.append(later(y))
+        for start in starts_of_epochs(curves):
+            axes.axvline(start, color=color, lw=0.8, ls=":")
+    values = np.concatenate(shown, axis=None)
+    margin = 0.05 * np.ptp(values)
+    axes.set_ylim(values.min() - margin, values.max() + margin)
+    axes.set_xlim(left=0)
+    axes.ticklabel_format(useOffset=False)
+    axes.locator_params(axis="x", nbins=6)
+    axes.legend(loc="upper left", bbox_to_anchor=(0, -0.1), fontsize="small", frameon=False)
 
-    runs: labels, and the lines of metrics.jsonl."""
+
+def draw_curves(out: Path, labels: list[str], runs: list[Curves]):
+    """Draw runs into a PNG. Raise ImportError without matplotlib."""
     if importlib.util.find_spec("matplotlib_inline") is None:
         os.environ.pop("MPLBACKEND", None)  # that of the notebook which started this process
     from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
+    from matplotlib.ticker import EngFormatter
 
-    charts = charts_of([line for _, lines in runs for line in lines])
-    columns = max(1, min(COLUMNS, len(charts)))
-    rows = max(1, math.ceil(len(charts) / columns))
-    figure = Figure(figsize=(3.6 * columns, 3.3 * rows), layout="constrained")
-    for number, chart in enumerate(charts, 1):
-        draw_chart(figure.add_subplot(rows, columns, number), chart, runs)
+    panels = panels_of(runs)
+    rows = math.ceil(len(panels) / COLUMNS)
+    height = 3.2 + 0.3 * len(runs)  # of a panel and its legend
+    figure = Figure(figsize=(4.5 * COLUMNS, 1 + height * rows), layout="constrained")
+    figure.supxlabel("bytes seen", fontsize="medium")
+    colors = [Line2D([], [], color=f"C{number}") for number in range(len(runs))]
+    figure.legend(colors, labels, loc="outside upper left", frameon=False)
+    for number, (title, (key, validation)) in enumerate(panels.items(), 1):
+        axes = figure.add_subplot(rows, COLUMNS, number, title=title)
+        axes.xaxis.set_major_formatter(EngFormatter("B"))
+        draw_panel(axes, key, validation, runs)
     with durable(out, "wb") as file:
         figure.savefig(file, dpi=90, format="png")
-
-
-def draw_chart(axes, chart: Chart, runs: list[tuple[str, list[dict]]]):
-    """Draw the curves of all runs; the legend has their last values."""
-    for number, (label, lines) in enumerate(runs):
-        x, y = average(*curve_of(lines, chart.name, chart.factor))
-        dots_x, dots_y = curve_of(lines, chart.validation)
-        last = [f"{y[-1]:.4g}"] if len(y) else []
-        if len(dots_y):
-            last.append(f"validation {dots_y[-1]:.4g}, lowest {dots_y.min():.4g}")
-        color = f"C{number}"
-        axes.plot(x, y, color, lw=1.4, marker="o" if len(y) == 1 else "")
-        axes.plot(dots_x, dots_y, color, marker="o", ms=4, ls="")
-        axes.plot([], [], color, label=plain(f"{label} {', '.join(last)}"))
-    axes.set_ylim(axes.get_ylim())  # a loss starts so high that the rest would look flat
-    for number, (_, lines) in enumerate(runs):
-        x, y = curve_of(lines, chart.name, chart.factor)
-        axes.plot(x, y, f"C{number}", lw=0.7, alpha=0.35)
-        for start in beginnings(lines):
-            axes.axvline(start, color=f"C{number}", lw=0.8, ls=":", zorder=0)
-    axes.set_title(plain(chart.title), fontsize="medium")
-    axes.set_xlabel("million bytes")
-    axes.legend(fontsize="small")
-
-
-def plain(text: str) -> str:
-    """Escape control characters, and the $ that matplotlib would interpret."""
-    return one_line(text).strip().replace("$", r"\$")
-
-
-# --------------------------------------------------------------------------------------------------
-# At a run's end, and as a command
 
 
 def write_curves(directory: Path, signal: int | None):
@@ -152,49 +156,40 @@ def write_curves(directory: Path, signal: int | None):
     for saving."""
     if signal is not None:
         return
+    out = directory / "curves.png"
     try:
-        lines = read_metrics(directory / "metrics.jsonl")
-        if lines:
-            with quiet():
-                draw_curves(directory / "curves.png", [("", lines)])
-            logger.info(f"curves: {directory / 'curves.png'}")
+        with quiet():
+            draw_curves(out, [directory.absolute().name], [read_curves(directory)])
+        logger.info(f"curves: {out}")
     except ModuleNotFoundError:
         pass
     except Exception as fault:  # broken installation or full disk, which must not fail the run
         logger.warning(f"could not draw curves.png: {fault}")
 
 
-def labelled(argument: str) -> tuple[str, Path]:
-    """Split LABEL=DIR. A directory without a label has its name for one, also if there is a = in
-    its name."""
-    label, equals, directory = argument.partition("=")
-    if os.path.isdir(argument) or not equals:
-        return Path(argument).resolve().name, Path(argument)
-    return label, Path(directory)
-
-
 def main(argv: list[str]) -> int:
-    """Draw the curves of several runs in one picture. Exit status: 0, or 2 with one line on
-    stderr."""
-
-    def command():
-        if importlib.util.find_spec("matplotlib") is None:
-            raise UsageError('matplotlib is not installed: pip install -e ".[plot]"')
-        if len(argv) < 2:
-            raise UsageError("usage: python -m spider.curves OUT.png [LABEL=]DIR ...")
-        out, *arguments = argv
-        runs = []
-        for argument in arguments:
-            label, directory = labelled(argument)
-            lines = read_metrics(directory / "metrics.jsonl")
-            if not lines:
-                raise UsageError(f"{directory}: there is no metrics.jsonl with steps in it")
-            runs.append((label, lines))
-        with quiet():  # warnings of characters that the font lacks
-            draw_curves(Path(out), runs)
-
-    return run_program(command, "curves.py")
+    """Draw the curves of several runs in one picture."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise UsageError('matplotlib is not installed: pip install -e ".[plot]"')
+    if len(argv) < 2:
+        raise UsageError("usage: python -m spider.curves OUT.png [LABEL=]DIR ...")
+    out, *arguments = argv
+    labels = []
+    runs = []
+    for argument in arguments:
+        label, equals, directory = argument.partition("=")
+        if not equals or os.path.isdir(argument):
+            directory = argument
+            label = Path(argument).absolute().name
+        curves = read_curves(Path(directory))
+        if not curves:
+            raise UsageError(f"{directory}: there is no metrics.jsonl with steps in it")
+        labels.append(label)
+        runs.append(curves)
+    with quiet():  # warnings of characters that the font lacks
+        draw_curves(Path(out), labels, runs)
+    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(run_program(partial(main, sys.argv[1:]), "curves.py"))

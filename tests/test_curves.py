@@ -14,88 +14,101 @@ import pytest
 import train
 from conftest import ROOT, make_shards, run_flags
 from spider import curves
+from spider.common import UsageError
 from spider.curves import draw_curves
-
-
-def lines_of(steps: int, **values) -> list[dict]:
-    """Lines of metrics.jsonl: a loss of 1.25 bits, an evaluation at each even step, and these
-    values."""
-    lines = []
-    for step in range(1, steps + 1):
-        line = dict(step=step, bytes_seen=100_000 * step, epoch=step // 4, loss=1.25 * math.log(2))
-        if step % 2 == 0:
-            line["val_bpb"] = 2 + abs(step - 6) / 10
-        lines.append(line | values)
-    return lines
-
 
 # --------------------------------------------------------------------------------------------------
 # What is drawn
 
 
-def test_smoothing_does_not_shift_a_curve():
-    x = np.arange(300)
-    noisy = 5.0 - 0.01 * x + (-1.0) ** x
-    middle, means = curves.average(x, noisy)
-    assert len(middle) == len(means) == 285
-    np.testing.assert_allclose(means, 5.0 - 0.01 * middle, atol=0.1)
-
-
-# --------------------------------------------------------------------------------------------------
-# Drawing
+def curves_of(**quantities) -> curves.Curves:
+    """Return the curves of a run of 10,000 bytes a step."""
+    return {
+        key: np.array([10_000 * (1 + np.arange(len(values))), values])
+        for key, values in quantities.items()
+    }
 
 
 @pytest.fixture
-def drawn(monkeypatch, tmp_path):
-    """Draw runs; return the charts, which are not rendered."""
+def panels(monkeypatch, tmp_path):
+    """Draw runs; return the panels by title, which are not rendered."""
     figure = pytest.importorskip("matplotlib.figure").Figure
 
-    def draw(**runs) -> list:
+    def draw(*runs: curves.Curves) -> dict:
         figures = []
         with monkeypatch.context() as patch:
             patch.setattr(figure, "savefig", lambda figure, *_, **__: figures.append(figure))
-            draw_curves(tmp_path / "out.png", [*runs.items()])
-        return figures[0].axes
+            labels = [f"run {number}" for number in range(len(runs))]
+            draw_curves(tmp_path / "out.png", labels, [*runs])
+        texts = figures[0].legends[0].texts
+        assert [text.get_text() for text in texts] == labels
+        return {axes.get_title(): axes for axes in figures[0].axes}
 
     return draw
 
 
-def test_only_charts_with_data_are_drawn_and_one_for_each_source(drawn):
-    def titles(**runs) -> list[str]:
-        return [axes.get_title() for axes in drawn(**runs)]
-
-    looped = lines_of(9, mean_loops=2.0, **{"val_bpb/a": 1.5})
-    assert titles(a=lines_of(9)) == ["bits per byte"]
-    assert titles(a=lines_of(9), b=looped) == [
-        "bits per byte",
-        "loops until halting",
-        "validation of a, bits per byte",
-    ]
-    assert titles(a=[dict(bytes_seen=1)]) == []
+def test_only_finite_numbers_of_metrics_are_drawn_and_losses_in_bits(tmp_path):
+    assert curves.read_curves(tmp_path) == {}
+    lines = [json.dumps(dict(step=n, bytes_seen=100 * n, loss=2 * n)) for n in (1, 2)]
+    bad = ["[1]", '{"step": 1', '{"step": 3, "bytes_seen": 300, "loss": NaN, "lr": null}']
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines + bad))
+    found = curves.read_curves(tmp_path)
+    assert found["bpb"].tolist() == [[100, 200], [2 / math.log(2), 4 / math.log(2)]]
+    assert found.keys() == {"step", "bytes_seen", "loss", "bpb"}
 
 
-def test_a_chart_marks_epochs_and_names_the_last_values_of_each_run(drawn):
-    lines = lines_of(10, lr=0.125)
-    loss, lr = drawn(first=lines, second=lines[:6])
-    texts = [text.get_text() for text in loss.get_legend().texts]
-    assert texts == [
-        "first 1.25, validation 2.4, lowest 2",
-        "second 1.25, validation 2, lowest 2",
-    ]
-    assert lr.get_legend().texts[0].get_text() == "first 0.125"
-    for axes in (loss, lr):
-        vertical = [line for line in axes.lines if [*line.get_ydata()] == [0, 1]]
-        # after steps 3 and 7, in million bytes; in the second run after step 3
-        starts = [line.get_xdata()[0] for line in vertical]
-        assert starts == pytest.approx([0.3, 0.7, 0.3])
+def test_a_quantity_that_does_not_vary_after_the_first_tenth_has_no_panel(panels):
+    steps = np.arange(100)
+    run = curves_of(
+        bpb=np.linspace(3, 2, 100),
+        mean_loops=1 + 1e-7 * (steps % 3),
+        lr=np.minimum(steps, 10),
+        val_bpb=[2.0],
+        **{"val_bpb/a": [3.0, 2.0], "val_bpb/b": [1.0]},
+    )
+    titles = ["bits per byte", "validation of a, bits per byte"]
+    assert list(panels(run)) == titles
+    looped = curves_of(mean_loops=[2.0] * 9)
+    assert list(panels(run, looped)) == [titles[0], "loops until halting", titles[1]]
 
 
-def test_an_axis_leaves_out_the_steep_beginning_of_a_loss_but_no_validation(drawn):
-    lines = lines_of(100, val_bpb=1.0)
-    lines[0]["loss"] = 9.0
-    lines[50]["val_bpb"] = 4.0
-    low, high = drawn(a=lines)[0].get_ylim()
-    assert low < 1.25 and 4 < high < 5
+def test_a_panel_has_an_average_in_a_band_of_percentiles_and_validation_as_circles(panels):
+    steps = np.arange(199)
+    noisy = 5.0 - 0.01 * steps + np.where(steps % 10 == 0, 1, 0)
+    run = curves_of(bpb=noisy, val_bpb=[4.0, 3.0, 3.5])
+    axes = panels(run)["bits per byte"]
+    average, circles = axes.lines
+    x, y = average.get_data()
+    np.testing.assert_allclose(y, 5.1 - 0.01 * (x / 10_000 - 1), atol=1e-9)  # not shifted
+    (band,) = axes.collections
+    edge = band.get_paths()[0].vertices[:, 1]
+    assert edge.max() == np.percentile(noisy[:10], 90)
+    assert edge.min() == np.percentile(noisy[-10:], 10)
+    assert circles.get_marker() == "o" and circles.get_ydata().tolist() == [4, 3, 3.5]
+    texts = [text.get_text() for text in axes.get_legend().texts]
+    assert texts == [f"{y[-1]:.4g}", "validation 3.5, lowest 3"]
+    assert axes.xaxis.get_major_formatter()(1_500_000) == "1.5 MB"
+
+
+def test_a_learning_rate_is_drawn_as_it_is(panels):
+    rates = np.linspace(1, 0, 50)
+    (line,) = panels(curves_of(lr=rates))["learning rate"].lines
+    assert line.get_ydata().tolist() == rates.tolist()
+
+
+def test_an_axis_leaves_out_the_steep_beginning_of_a_loss_but_no_later_validation(panels):
+    loss = np.linspace(2, 1, 100)
+    loss[0] = 9.0
+    run = curves_of(bpb=loss, val_bpb=[8.0, 1.5, 4.0, *[1.5] * 17])
+    low, high = panels(run)["bits per byte"].get_ylim()
+    assert 0.7 < low < 1.05 and 4 < high < 4.5
+
+
+@pytest.mark.parametrize("every, marked", ((25, [0.25e6, 0.5e6, 0.75e6]), (3, [])))
+def test_dotted_lines_mark_the_starts_of_epochs_unless_they_are_many(panels, every, marked):
+    run = curves_of(lr=np.linspace(1, 0, 100), epoch=np.arange(100) // every)
+    _, *vertical = panels(run)["learning rate"].lines
+    assert [line.get_xdata()[0] for line in vertical] == marked
 
 
 # --------------------------------------------------------------------------------------------------
@@ -134,52 +147,32 @@ def test_a_run_draws_its_curves_at_its_end_and_never_fails_for_them(
     assert "could not draw curves.png" in log_of_run(4)
 
 
-@pytest.mark.parametrize(
-    "argument, label, directory",
-    (
-        (".", "a", "."),
-        ("../x=y", "x=y", "../x=y"),
-        ("mine=../x=y", "mine", "../x=y"),
-    ),
-)
-def test_a_directory_without_a_label_has_its_name_for_one(
-    tmp_path, monkeypatch, argument, label, directory
-):
-    for name in ("a", "x=y"):
-        (tmp_path / name).mkdir()
-    monkeypatch.chdir(tmp_path / "a")
-    assert curves.labelled(argument) == (label, Path(directory))
-
-
 @pytest.fixture
 def metrics(tmp_path) -> Path:
     """A directory with the metrics of two steps."""
-    values = {"loss": 2, "val_bpb": 1, "val_bpb/a": 1, "val_bpb/b": 2}
-    lines = [dict(step=step, bytes_seen=step) | values for step in (1, 2)]
+    lines = [dict(step=step, bytes_seen=step, loss=step) for step in (1, 2)]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     return tmp_path
 
 
-def test_runs_that_cannot_be_drawn_are_refused_in_a_line(metrics, capsys, curves_are_drawn):
-    out = metrics / "out.png"
-    gone = metrics / "gone"
-    for argv, error in (
-        ([], "usage"),
-        ([f"a={metrics}", f"b={gone}"], f"{gone}: there is no"),
-    ):
-        assert curves.main([str(out), *argv]) == 2 and not out.exists()
-        assert capsys.readouterr().err.startswith(f"curves.py: error: {error}")
-    assert curves.main([str(metrics), f"a={metrics}"]) == 2  # a directory
-
-
-def test_several_runs_of_odd_names_are_drawn_without_a_warning(
-    metrics, capsys, recwarn, curves_are_drawn
+def test_runs_are_labelled_by_their_directories_or_as_the_command_says(
+    metrics, monkeypatch, tmp_path
 ):
-    out = metrics / "out.png"
-    runs = [f"{label}={metrics}" for label in ("$\\frac$", "_", "a\x1b[2J", "漢")]
-    assert curves.main([str(out), *runs]) == 0
-    assert out.read_bytes().startswith(b"\x89PNG")
-    assert capsys.readouterr().err == "" and not recwarn.list
+    monkeypatch.chdir(tmp_path)
+    for name in ("a", "x=y"):
+        (tmp_path / name).symlink_to(metrics)
+    drawn = []
+    monkeypatch.setattr(curves, "draw_curves", lambda out, labels, runs: drawn.append(labels))
+    pytest.importorskip("matplotlib")
+    assert curves.main(["out.png", "a", "x=y", "mine=x=y"]) == 0
+    assert drawn == [["a", "x=y", "mine"]]
+
+
+def test_a_command_without_runs_or_with_one_that_has_no_steps_is_refused(metrics):
+    pytest.importorskip("matplotlib")
+    for argv, error in (([], "usage"), ([str(metrics), "a=gone"], "gone: there is no")):
+        with pytest.raises(UsageError, match=error):
+            curves.main(["out.png", *argv])
 
 
 @pytest.mark.slow
@@ -187,7 +180,8 @@ def test_the_backend_of_a_notebook_that_is_not_installed_does_not_matter(metrics
     """matplotlib reads the variable when it is imported, so this needs a process of its own."""
     pytest.importorskip("matplotlib")
     out = metrics / "out.png"
-    argv = [sys.executable, "-m", "spider.curves", out, metrics]
+    argv = [sys.executable, "-m", "spider.curves", out, metrics, f"_漢={metrics}"]
     environ = os.environ | dict(MPLBACKEND="module://matplotlib_inline.backend_inline")
-    assert subprocess.run(argv, cwd=ROOT, env=environ).returncode == 0
+    done = subprocess.run(argv, cwd=ROOT, env=environ, text=True, capture_output=True)
+    assert (done.returncode, done.stderr) == (0, "")
     assert out.read_bytes().startswith(b"\x89PNG")
