@@ -4,10 +4,10 @@
 #     pip install -e ".[test,tile]"
 #     bash runs/first_gpu.sh first-gpu
 #
-# By a guess all takes an hour on an H200; the time limits add up to four. Each command has a log in the directory. One
-# that fails does not stop the others, unless no process can use the GPU any more. The same command again skips what has
-# passed: delete first-gpu/NAME.passed to repeat it, and name a new directory for another card or other versions.
-# It needs Linux and 25 GB of disk, for checkpoints that are deleted after use.
+# By a guess all takes an hour on an H200; the time limits add up to four and a half. Each command has a log in the
+# directory. One that fails does not stop the others, unless no process can use the GPU any more. The same command again
+# skips what has passed: delete first-gpu/NAME.passed to repeat it, and name a new directory for another card or other
+# versions. It needs Linux and 25 GB of disk, for checkpoints that are deleted after use.
 set -uo pipefail
 dir=$(realpath -m "${1:?name a directory for the results}")
 if [ -e "$dir" ] && ! [ -e "$dir/machine.log" ]; then  # what it has of our names would be deleted
@@ -62,7 +62,7 @@ run() {  # NAME SECONDS COMMAND...
 }
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Kernels: GPU, versions and compiler, and the tests that need a GPU, a process for each file
+# Kernels: GPU, versions, torch.compile and peak rates, and the tests that need a GPU, a process for each file
 
 run machine 300 python bench.py --only machine
 for file in tile_moe grouped_triton tile_kernels compile; do
@@ -101,21 +101,30 @@ for file in train command_line resumption distributed; do
 done
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Measurements: peak rates, a step at 448 x 256 bytes and at the default batch, also of documents of 50 bytes, and the
-# backends of the experts
+# Measurements: a compiled step at 448 x 256 bytes and at the default batch, in bf16 and FP8; an eager one, with each
+# backend of the experts, and of documents of 50 bytes
 
 batch="--seq_len 2048 --global_batch 131072"
-run ceilings 300 python bench.py --only ceilings
-run step 1500 python bench.py --only compiled,fp8
-run step_2048 1500 python bench.py --only compiled,fp8 $batch
-run step_eager 300 python bench.py --only eager
+precisions=bf16
+if [ "$has_fp8" = True ]; then
+    precisions="bf16 fp8"
+fi
+for precision in $precisions; do
+    run "step_$precision" 900 python bench.py --only step --compile on --precision "$precision"
+    run "step_2048_$precision" 900 python bench.py --only step --compile on --precision "$precision" $batch
+done
+run step_eager 300 python bench.py --only step --compile off
+# Status 2: a line says why this card or installation does not have the backend
+run backends 600 bash -c '
+    for backend in loop grouped triton tile; do
+        python bench.py --only step --compile off --moe_backend $backend || [ $? = 2 ] || exit 1
+    done'
 run short_documents 300 bash -ec '
     mkdir "$0"
     grep -hE "^[^\"\\]{30,70}$" ./*.py spider/*.py tests/*.py | sed "s/.*/{\"text\": \"&\"}/" > "$0/lines.jsonl"
     python data.py prepare "$0/lines.jsonl" --out "$0/data"
-    python bench.py --only eager --data_dir "$0/data" $1
+    python bench.py --only step --compile off --data_dir "$0/data" $1
     ' "$dir/short_documents" "$batch"
-run experts 300 python bench.py --only experts
 
 # ----------------------------------------------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""The benchmark: its command line, its sections, and that a step that it times is a whole one."""
+"""The benchmark: its command line, its tables, and that a step that it times is a whole one."""
 
 import json
 import re
@@ -8,10 +8,10 @@ import pytest
 import torch
 
 import bench
-import train
 from conftest import SMALL as SIZES
 from conftest import weights_of
 from spider import machine, optim
+from spider.distributed import World
 from spider_model import Spider
 
 SMALL = ["--device=cpu", "--seq_len=32", "--micro_batch=2"]
@@ -23,7 +23,7 @@ SMALL_1B = [*SMALL, "--model=1b", "--n_loops=2", f"--set={SIZES}"]
     (
         (["--set", "nonsense=1"], "nonsense"),
         (["--seq_len", "x"], "--seq_len: 'x' is not a whole number"),
-        (["--only", "eager,x"], "--only: x: not among machine, ceilings, eager"),
+        (["--only", "eager"], "argument --only: "),
     ),
 )
 def test_a_bad_flag_is_one_line_before_anything_is_measured(flags, complaint, capsys):
@@ -35,26 +35,10 @@ def test_a_bad_flag_is_one_line_before_anything_is_measured(flags, complaint, ca
     assert complaint in err
 
 
-def test_a_failing_section_does_not_end_the_others_but_an_unusable_gpu_does(monkeypatch, capsys):
-    def fail(b):
-        raise AssertionError("two\nlines")
-
-    def poison(b):
-        b.wait = lambda: fail(b)
-
-    monkeypatch.setattr(
-        bench, "SECTIONS", dict(fail=fail, works=lambda b: print("it works"), poison=poison)
-    )
-    assert bench.main([*SMALL, "--only", "fail,works,poison,works"]) == 1
-    out = capsys.readouterr().out
-    assert "\nfail: FAILED: AssertionError('two\\nlines')\nTraceback" in out
-    assert out.count("it works\n") == 1
-    assert out.index("it works\n") < out.index("the GPU is unusable")
-
-
 def test_a_step_is_a_whole_one_and_leaves_the_weights_as_they_were(monkeypatch):
-    b = bench.Bench(SMALL_1B)
-    step = bench.Step(b, b.plan())
+    world = World({}, torch.device("cpu"))
+    plan, sources = bench.settle_step(SMALL_1B, world)
+    step = bench.Step(plan, sources, world)
     before = weights_of(step.model)
     orthogonalize = optim.orthogonalize
     counts = []
@@ -75,23 +59,6 @@ def test_a_step_is_a_whole_one_and_leaves_the_weights_as_they_were(monkeypatch):
         torch.testing.assert_close(p, before[name], rtol=0, atol=1e-12)
 
 
-def test_a_kind_of_step_is_built_and_measured_once_also_where_two_sections_ask(monkeypatch, capsys):
-    build_model = train.build_model
-    models = []
-
-    def recorded(*arguments):
-        models.append(build_model(*arguments))
-        return models[-1]
-
-    monkeypatch.setattr(train, "build_model", recorded)
-    b = bench.Bench(SMALL_1B)
-    precision = f"--precision={b.plan().flags.precision}"
-    rate = bench.measure_step(b, "--compile=off")
-    assert bench.measure_step(b, "--compile=off", precision) == rate
-    assert len(models) == 1
-    assert capsys.readouterr().out.count("### step of 2 x 32 bytes") == 1
-
-
 @pytest.mark.parametrize(
     "flags, split",
     (
@@ -102,27 +69,28 @@ def test_a_kind_of_step_is_built_and_measured_once_also_where_two_sections_ask(m
     ),
 )
 def test_the_batch_on_a_gpu_is_the_recommended_one_unless_a_flag_sets_it(flags, split, monkeypatch):
-    monkeypatch.setattr(machine, "resolve_device", lambda name: torch.device("cuda"))
     # which NVIDIA calls 141 GB
     monkeypatch.setattr(machine, "memory_of", lambda *_: 139.8 * (1 << 30))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "H200")
-    plan = bench.Bench([*flags, "--moe_backend=loop"]).plan()
+    world = World({}, torch.device("cuda"))
+    plan, _ = bench.settle_step([*flags, "--moe_backend=loop", "--compile=off"], world)
     assert (plan.flags.micro_batch, plan.flags.grad_accum) == split
     assert plan.flags.recompute == "nothing"
 
 
 def test_text_is_synthetic_unless_data_dir_is_given(shards):
-    synthetic = bench.Bench(SMALL).sources
-    from_files = bench.Bench([*SMALL, "--data_dir", str(shards)]).sources
+    world = World({}, torch.device("cpu"))
+    _, synthetic = bench.settle_step(SMALL, world)
+    _, from_files = bench.settle_step([*SMALL, "--data_dir", str(shards)], world)
     assert [str(source) for source in synthetic] != [str(source) for source in from_files]
 
 
 @pytest.mark.filterwarnings("ignore:CUDA is not available")
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to profile")
-def test_a_profiler_that_does_not_work_is_a_remark_in_the_table(capsys):
-    assert "AssertionError" in bench.profile(bench.Bench(SMALL), lambda: None)["the GPU works, ms"]
+def test_a_profiler_that_does_not_work_is_a_remark_in_the_table():
+    assert "AssertionError" in bench.profile(lambda: None)["the GPU works, ms"]
 
 
 def test_overlapping_kernels_of_a_trace_count_once(tmp_path):
@@ -143,20 +111,16 @@ def test_overlapping_kernels_of_a_trace_count_once(tmp_path):
 
 
 @pytest.mark.slow
-def test_every_section_but_fp8_measures_on_a_cpu(monkeypatch, capsys):
+def test_machine_and_step_are_measured_on_a_cpu(monkeypatch, capsys):
     # seconds
     monkeypatch.setattr(
         Spider, "compile_layers", partialmethod(Spider.compile_layers, backend="aot_eager")
     )
-    assert bench.main(SMALL) == 0
+    assert bench.main([*SMALL, "--compile=on", "--precision=fp32"]) == 0
     out = capsys.readouterr().out
-    assert [title.replace("fp32", "bf16") for title in re.findall("### (.*)", out)] == [
+    assert re.findall("### (.*)", out) == [
         "machine",
-        "ceilings",
-        *(
-            f"step of 2 x 32 bytes, bf16, compile {switch}, recompute nothing"
-            for switch in ("off", "on")
-        ),
-        "experts",
+        "step of 2 x 32 x 1 bytes, fp32, grouped experts, recompute nothing",
     ]
-    assert "\nfp8: skipped" in out and re.search(r"\| grouped \| \d+ \| [\d.]+ \|  \|", out)
+    for row in ("torch.compile", "product, fp32, TFLOP/s", "layers compiled | True", "MFU"):
+        assert f"\n| {row} |" in out
