@@ -21,7 +21,6 @@ import sys
 from bisect import bisect
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
@@ -31,15 +30,15 @@ from typing import Any
 import torch
 from loguru import logger
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
-from spider.attention import ActiveRows
 from spider.common import DataError, ProgressBar, durable, one_line, printable
 from spider.config import SpiderConfig
 from spider.export import facts_of
 from spider.layers import rms_norm
 from spider.memory import OutputEngram
 from spider.vocabulary import BOS_ID
-from spider_model import RecurrentCore, Spider
+from spider_model import Spider
 
 TEMPLATE = Path(__file__).with_name("page.html")
 LONGEST = 1 << 20  # maximum bytes of a text, for a page that a browser can open
@@ -70,7 +69,7 @@ class Record:
 
     def __init__(self, model: Spider):
         self.model = model
-        self.hooks = ExitStack()  # closed, it restores the model
+        self.hooks: list[RemovableHandle] = []
         self.context = 0
         self.ends: list[bool] = []  # by id, whether it ends a segment
         self.loops: list[int] = []  # by finished segment
@@ -82,36 +81,35 @@ class Record:
         # This pass's segments
         self.core_rows = range(0)
         self.first_segment = 0  # number of that in the first of these rows
-        self.visits: Counter[int] = Counter()  # so far, by layer
+        self.loop = -1
+        self.running: dict[int, int] = {}  # rows computed in this loop, by segment
 
     def __enter__(self) -> "Record":
-        with ExitStack() as hooks:
-            if self.model.engram_output is not None:
-                self._watch_bytes(hooks, self.model.engram_output)
-            if self.model.core is not None:
-                self._watch_core(hooks, self.model.core)
-            self.hooks = hooks.pop_all()
+        engram = self.model.engram_output
+        if engram is not None:
+            self.hooks.append(engram.gate.register_forward_hook(self._record_byte_gates))
+            if engram.votes is not None:
+                self.hooks.append(engram.register_forward_hook(self._record_votes))
+        core = self.model.core
+        if core is not None:
+            self.model.boundaries = self._record_boundaries  # type: ignore[assignment]
+            self.drop_halted = core.drop_halted
+            core.drop_halted = True  # only then are halted segments told apart
+            self.hooks.append(core.layers[0].register_forward_pre_hook(self._begin_loop))
+            for i, layer in enumerate(core.layers):
+                route = partial(self._record_load, i)
+                self.hooks.append(layer.register_forward_hook(route))
+                if isinstance(layer.engram, nn.Module):
+                    recall = partial(self._record_gates, i)
+                    self.hooks.append(layer.engram.register_forward_hook(recall))
         return self
 
     def __exit__(self, *_):
-        self.hooks.close()
-
-    def _watch_bytes(self, hooks: ExitStack, engram: OutputEngram):
-        hooks.callback(engram.gate.register_forward_hook(self._record_byte_gates).remove)
-        if engram.votes is not None:
-            hooks.callback(engram.register_forward_hook(self._record_votes).remove)
-
-    def _watch_core(self, hooks: ExitStack, core: RecurrentCore):
-        hooks.enter_context(replaced(self.model, "boundaries", self._record_boundaries))
-        # halted segments have to leave the products, else they are not told apart
-        hooks.enter_context(replaced(core, "drop_halted", True))
-        for i, layer in enumerate(core.layers):
-            visit = partial(self._record_visit, i)
-            hooks.callback(layer.register_forward_hook(visit).remove)
-            engram = layer.engram
-            if isinstance(engram, nn.Module):
-                recall = partial(self._record_gates, i)
-                hooks.callback(engram.register_forward_hook(recall).remove)
+        for hook in self.hooks:
+            hook.remove()
+        if self.model.core is not None:
+            del self.model.boundaries  # the class's method again
+            self.model.core.drop_halted = self.drop_halted
 
     def _record_byte_gates(self, gate: nn.Module, args: tuple, logits: Tensor):
         """Hook after a gate [M, orders and match contexts] of the Engram before the head."""
@@ -134,57 +132,40 @@ class Record:
         ends = (b > 0).tolist()
         self.core_rows = range(sum(ends[: self.context]), sum(ends))
         self.first_segment = len(self.loops)
-        self.visits.clear()
+        self.loop = -1
         self.ends += ends[self.context :]
         self.loops += [0] * len(self.core_rows)
         return b
 
-    def _running(self, active: ActiveRows, n_rows: int) -> dict[int, int]:
-        """Return the segments that had not halted before this loop, with their computed rows."""
-        rows = list(range(n_rows)) if active.index is None else active.index.tolist()
-        halted = [False] * n_rows if active.halted is None else active.halted.tolist()
-        running = {}
+    def _begin_loop(self, layer: nn.Module, args: tuple):
+        """Find the segments that had not halted before this loop: a hook before the core's first
+        layer."""
+        x, _, _, active = args[:4]
+        rows = range(len(x)) if active.index is None else active.index.tolist()
+        halted = [False] * len(x) if active.halted is None else active.halted.tolist()
+        self.loop += 1
+        self.running = {}
         for computed_row, (row, has_halted) in enumerate(zip(rows, halted, strict=True)):
             if row in self.core_rows and not has_halted:
-                running[self.first_segment + row - self.core_rows.start] = computed_row
-        return running
+                segment = self.first_segment + row - self.core_rows.start
+                self.running[segment] = computed_row
+                self.loops[segment] += 1
 
     def _record_gates(self, i: int, engram: Any, args: tuple, output: Any):
         """Hook after the Engram of layer i of the core."""
         h, recalled, active = args[:3]
         gate = engram.gate(h, active.select(recalled.key)).flatten().tolist()
-        visit = (i, self.visits[i])
-        for segment, row in self._running(active, len(h)).items():
-            self.gates.setdefault(visit, {})[segment] = gate[row]
+        for segment, row in self.running.items():
+            self.gates.setdefault((i, self.loop), {})[segment] = gate[row]
 
-    def _record_visit(self, i: int, layer: nn.Module, args: tuple, output: Any):
+    def _record_load(self, i: int, layer: nn.Module, args: tuple, output: Any):
         """Hook after layer i of the core."""
-        x, _, _, active = args[:4]
         _, routing, _ = output
-        running = self._running(active, len(x))
-        visit = (i, self.visits[i])
-        self.visits[i] += 1
-        if i == 0:
-            for segment in running:
-                self.loops[segment] += 1
-        if routing.topk_idx is not None and running:
-            chosen = routing.topk_idx[list(running.values())].flatten()
+        if routing.topk_idx is not None and self.running:
+            chosen = routing.topk_idx[list(self.running.values())].flatten()
             tokens = chosen.bincount(minlength=self.model.config.n_routed_experts).cpu()
+            visit = (i, self.loop)
             self.load[visit] = self.load.get(visit, 0) + tokens
-
-
-@contextmanager
-def replaced(module: nn.Module, name: str, value: object) -> Iterator[None]:
-    """Set a plain attribute of a module, and restore it afterwards, also to that of its class."""
-    is_own = name in vars(module)
-    before = getattr(module, name)
-    setattr(module, name, value)
-    try:
-        yield
-    finally:
-        delattr(module, name)
-        if is_own:
-            setattr(module, name, before)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -360,25 +341,18 @@ def in_terminal(analysis: Analysis, colour: bool) -> Iterator[str]:
 def write_page(analysis: Analysis, title: str, model: Spider, run: list[str]) -> str:
     """Fill the template and return the page as HTML. run: facts of the training run."""
     template = TEMPLATE.read_text(encoding="utf-8")
-    script = hash_of(template, "script")
-    style = hash_of(template, "style")
+    _, _, rest = template.partition("<script>")
+    script, _, _ = rest.partition("</script>")
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     # in ASCII, and without the signs that end an element
     data = json.dumps(page_data(analysis, model, run), allow_nan=False, separators=(",", ":"))
     fields = {
         "title": html.escape(one_line(title)),
-        "policy": f"default-src 'none'; script-src '{script}'; style-src '{style}'",
+        "script": f"sha256-{digest}",
         "data": re.sub("[<>&]", lambda sign: f"\\u{ord(sign[0]):04x}", data),
     }
     # all in one pass, since a text may have {{...}} in it
     return re.sub("{{([a-z]+)}}", lambda name: fields[name[1]], template)
-
-
-def hash_of(template: str, tag: str) -> str:
-    """Return the hash of the template's element, a script or style, for a content security
-    policy."""
-    _, _, rest = template.partition(f"<{tag}>")
-    content, _, _ = rest.partition(f"</{tag}>")
-    return "sha256-" + base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()
 
 
 def run_facts(path: Path, saved: dict, model: nn.Module) -> list[str]:
@@ -405,8 +379,6 @@ def page_data(analysis: Analysis, model: Spider, run: list[str]) -> dict[str, An
 
     To keep the page small, values by byte are strings where they can be, with a digit a byte."""
     drawn = list(characters(analysis.text))
-    gates = gate_rows(analysis, model.config)
-    kinds = dict.fromkeys(row["kind"] for row in gates)  # unique, in order
     return {
         "run": run,
         "facts": facts(analysis),
@@ -425,8 +397,7 @@ def page_data(analysis: Analysis, model: Spider, run: list[str]) -> dict[str, An
             {"name": f"{layer + 1}, {loop + 1}", "tokens": tokens.int().tolist()}
             for (layer, loop), tokens in sorted(analysis.record.load.items())
         ],
-        "gates": gates,
-        "meanings": [(kind, MEANINGS[kind]) for kind in kinds],
+        "rows": gate_rows(analysis, model.config),
     }
 
 
@@ -436,51 +407,30 @@ def levels_of(values: Tensor, limits: tuple[float, ...]) -> str:
     return bytes(levels.masked_fill(values.isnan(), ord(" ")).tolist()).decode()
 
 
-MEANINGS = {
-    "learned": (
-        "what the Engram tables learned about a context: 3 is the last three bytes, 1-4 the three "
-        "before the last one, word2 the current word and the one before, word1-2 that one alone, "
-        "above the last byte and those above it and the next two"
-    ),
-    "in the text": ("the byte that followed the context's last earlier occurrence in this text"),
-    "its vote": (
-        "the weight in nats that is added to the logit of the byte that followed the context's "
-        "last earlier occurrence in this text; empty where there is none"
-    ),
-    "layer, loop": (
-        "what a layer of the core looks up in its Engram tables for a segment, in each loop"
-    ),
-}
-
-
 def gate_rows(analysis: Analysis, config: SpiderConfig) -> list[dict[str, str]]:
-    """Return the rows of all gates and votes of Engram: their name, kind (key of MEANINGS), shades
-    (key of SHADES_OF), and the level of each byte."""
+    """Return the rows of all gates and votes of Engram: name, shades (key of SHADES_OF), and the
+    level of each byte, a space where there is no gate or vote."""
     record = analysis.record
-    rows = []
-
-    def add(name: str, kind: str, shades: str, values: Tensor):
-        """Add the values [bytes] of a row: NaN where the segment was not computed, and where there
-        is no vote."""
-        levels = levels_of(values, SHADES_OF[shades])
-        rows.append({"name": name, "kind": kind, "shades": shades, "levels": levels})
-
-    heads = [(name, "learned") for name in config.engram_byte_contexts]
+    values: dict[str, Tensor] = {}  # by name of the row, [bytes]
+    names = [f"{context}, learned" for context in config.engram_byte_contexts]
+    matches = config.engram_match_contexts
     if config.matches_before_head:
-        heads += [(name, "in the text") for name in config.engram_match_contexts]
+        names += [f"{context}, in the text" for context in matches]
     if record.byte_gates:
         gates = torch.cat(record.byte_gates)[1:]  # [bytes, contexts], without BOS
-        for (name, kind), values in zip(heads, gates.T, strict=True):
-            add(f"{name}, {kind}", kind, "gates", values)
+        values |= zip(names, gates.T, strict=True)
     if record.votes:
         votes = torch.cat(record.votes)[1:]  # [bytes, contexts], without BOS
-        for name, values in zip(config.engram_match_contexts, votes.T, strict=True):
-            add(f"{name}, its vote", "its vote", "votes", values)
+        values |= zip([f"{context}, its vote" for context in matches], votes.T, strict=True)
     for (layer, loop), gate_of in sorted(record.gates.items()):
         by_segment = torch.full((len(record.loops) + 1,), math.nan)  # one may be unfinished
         by_segment[list(gate_of)] = torch.tensor(list(gate_of.values()))
-        name = f"layer {layer + 1}, loop {loop + 1}"
-        add(name, "layer, loop", "gates", by_segment[analysis.segment])
+        values[f"layer {layer + 1}, loop {loop + 1}"] = by_segment[analysis.segment]
+    rows = []
+    for name, row in values.items():
+        shades = "votes" if name.endswith("vote") else "gates"
+        levels = levels_of(row, SHADES_OF[shades])
+        rows.append({"name": name, "shades": shades, "levels": levels})
     return rows
 
 

@@ -55,15 +55,10 @@ def analysis_of(text: bytes, ends: list[int], loops: list[int]) -> inspect.Analy
     is_end = [i in ends for i in range(len(text))]
     record = inspect.Record(model_of())
     record.loops = loops
-    return inspect.Analysis(
-        text=text,
-        bits=[1.0] * len(text),
-        likeliest=torch.zeros(len(text), 3),
-        shares=torch.zeros(len(text), 3),
-        segment=[1 + sum(is_end[:i]) for i in range(len(text))],
-        ends=is_end,
-        record=record,
-    )
+    segment = [1 + sum(is_end[:i]) for i in range(len(text))]
+    nothing = torch.zeros(len(text), 3)
+    bits = [1.0] * len(text)
+    return inspect.Analysis(text, bits, nothing, nothing, segment, is_end, record)
 
 
 @pytest.fixture
@@ -272,11 +267,9 @@ def test_a_page_has_the_likeliest_bytes_of_the_model():
     (
         {},
         NO_CORE,
-        dict(n_routed_experts=0),
-        dict(act=False),
-        dict(engram_layers=()),
+        dict(n_routed_experts=0, act=False),
         dict(engram_byte_contexts=()),
-        dict(engram_match_contexts=("24", "word2", "above")),
+        dict(engram_layers=(), engram_match_contexts=("24", "word2", "above")),
     ),
     ids=str,
 )
@@ -285,17 +278,15 @@ def test_a_page_shows_whatever_the_model_has(changes, show):
     model = model_of(**changes)
     printed, page = show(model, text)
     data = data_of(page)
-    gates = {row["name"]: row["levels"] for row in data["gates"]}
-    kinds = dict(data["meanings"])
+    rows = {row["name"]: row["levels"] for row in data["rows"]}
     has_core = model.core is not None
     assert ("segments, " in printed) == bool(data["loops"]) == has_core
     assert bool(data["load"]) == (has_core and model.config.n_routed_experts > 0)
-    assert ("layer 2, loop 1" in gates) == bool(model.config.engram_layers)
-    assert ("1, learned" in gates) == bool(model.config.engram_byte_contexts)
-    assert "24, in the text" in gates and "in the text" in kinds
-    assert ("word2, in the text" in gates) == ("word2" in model.config.engram_match_contexts)
-    assert {len(levels) for levels in gates.values()} == {len(text)} == {len(data["ends"])}
-    assert data["bytes"] == text.hex()
+    assert ("layer 2, loop 1" in rows) == bool(model.config.engram_layers)
+    assert ("1, learned" in rows) == bool(model.config.engram_byte_contexts)
+    assert "24, in the text" in rows
+    assert ("word2, in the text" in rows) == ("word2" in model.config.engram_match_contexts)
+    assert {len(levels) for levels in rows.values()} == {len(text)} == {len(data["ends"])}
 
 
 @pytest.mark.parametrize("tables", ((), ("1", "2")), ids=str)
@@ -305,13 +296,12 @@ def test_a_page_has_votes_in_nats_and_gates_of_matches_only_without_tables(table
     )
     model.engram_output.votes[2].weight.data[1::2] = 0  # of the older occurrences
     _, page = show(model, b"abcd abcd abce")
-    rows = {row["name"]: row for row in data_of(page)["gates"]}
-    votes = rows["3, its vote"]["levels"]
-    has_vote = [level != " " for level in votes]
+    rows = {row["name"]: row for row in data_of(page)["rows"]}
+    has_vote = [level != " " for level in rows["3, its vote"]["levels"]]
     assert has_vote == [False] * 7 + [True] * 6 + [False]
-    assert "word1, its vote" in rows
-    for name, row in rows.items():
-        assert (row["shades"] == "votes") == ("vote" in name)
+    shades = {name: row["shades"] for name, row in rows.items()}
+    assert shades["3, its vote"] == shades["word1, its vote"] == "votes"
+    assert shades["layer 2, loop 1"] == "gates"
     assert ("3, in the text" in rows) == (tables == ())
 
 
@@ -324,7 +314,7 @@ def test_levels_are_digits_and_a_space_for_nan():
 def test_a_page_has_all_data_as_text_and_loads_nothing(tmp_path, show):
     home = tmp_path / "<img src=x onerror=alert(2)>&\x1b"
     home.mkdir()
-    _, page = show(model_of(), ODD + b"{{policy}} {{data}}", home)
+    _, page = show(model_of(), ODD + b"{{script}} {{data}}", home)
     parsed = Page(page)
     template = inspect.TEMPLATE.read_text()
     assert parsed.tags == Page(template).tags and parsed.tags.count("script") == 2
@@ -340,15 +330,13 @@ def test_a_page_has_all_data_as_text_and_loads_nothing(tmp_path, show):
     assert block.isascii() and not re.search("[<>&]", block)
     text = "".join(data_of(page)["glyphs"])
     assert text.startswith("<script>alert(1)</script> \\x1b]0;t")
-    assert text.endswith("{{policy}} {{data}}")
+    assert text.endswith("{{script}} {{data}}")
 
     (policy,) = [attrs["content"] for _, attrs in parsed.elements if "http-equiv" in attrs]
-    script = re.search("<script>(.*?)</script>", template, re.DOTALL)[1]
-    assert script in page
+    script = re.search("<script>(.*?)</script>", page, re.DOTALL)[1]
+    assert f"<script>{script}</script>" in template
     source = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    assert policy.startswith(
-        f"default-src 'none'; script-src 'sha256-{source}'; style-src 'sha256-"
-    )
+    assert policy.startswith(f"default-src 'none'; script-src 'sha256-{source}'; ")
     assert not re.search("innerHTML|outerHTML|insertAdjacent|document.write|eval|Function", script)
 
 
@@ -359,70 +347,46 @@ def test_a_page_names_a_checkpoint_that_is_the_working_directory(tmp_path, monke
     assert Page(Path("look.html").read_text()).text["title"] == "exported reads a text"
 
 
-needs_chromium = pytest.mark.skipif(not shutil.which("chromium"), reason="needs chromium")
+ACTS = {
+    "pointer": "document.querySelector('[data-i=\"0\"]')"
+    ".dispatchEvent(new PointerEvent('pointerover', { bubbles: true }));",
+    "key": "by('text').dispatchEvent(new KeyboardEvent('keydown', { key: 'ArrowRight' }));",
+}
 
 
-def open_in_browser(page: Path) -> str:
-    """Open a page in a browser; return its elements as HTML. Nothing may be logged to the
-    console."""
+@pytest.mark.slow
+@pytest.mark.skipif(not shutil.which("chromium"), reason="needs chromium")
+@pytest.mark.parametrize("act", ACTS.values(), ids=ACTS.keys())
+def test_a_browser_draws_the_page_and_runs_nothing_from_the_text(act, tmp_path, show, monkeypatch):
+    template = inspect.TEMPLATE.read_text().replace("</script></body>", f"{act}</script></body>")
+    (tmp_path / "page.html").write_text(template)
+    monkeypatch.setattr(inspect, "TEMPLATE", tmp_path / "page.html")
+    text = "é<img src=x onerror=document.title='pwned'>".encode() + ODD + text_of(5000)
+    _, page = show(model_of(), text)
+    data = data_of(page)
     flags = (
         "--headless --no-sandbox --disable-gpu --virtual-time-budget=3000 --enable-logging=stderr "
         "--dump-dom"
     )
-    done = subprocess.run(
-        ["chromium", *flags.split(), page.as_uri()], text=True, capture_output=True, timeout=120
-    )
+    argv = ["chromium", *flags.split(), (tmp_path / "look.html").as_uri()]
+    done = subprocess.run(argv, text=True, capture_output=True, timeout=120)
     assert "CONSOLE" not in done.stderr, done.stderr
-    return done.stdout
-
-
-@pytest.mark.slow
-@needs_chromium
-def test_a_browser_draws_the_page_and_runs_nothing_from_the_text(tmp_path, show):
-    text = b"a<img src=x onerror=document.title='pwned'>" + ODD
-    _, page = show(model_of(), text)
-    data = data_of(page)
-    drawn = Page(open_in_browser(tmp_path / "look.html"))
+    drawn = Page(done.stdout)
     assert "pwned" not in drawn.text["title"] and "img" not in drawn.tags
-    assert drawn.text["b"].replace("\n", "").replace("↵", "\\n") == "".join(data["glyphs"])
-    bits = iter(data["bits"])
-    levels = set()
-    for length in data["lengths"]:
-        of_character = sum(next(bits) for _ in range(int(length)))
-        levels.add(f"s{bisect(inspect.BITS, of_character)}")
-    assert levels == {attrs["class"] for tag, attrs in drawn.elements if tag == "b"}
-    classes = [attrs.get("class") for _, attrs in drawn.elements]
-    assert classes.count("tape") == math.ceil(len(text) / 64)
-    assert drawn.tags.count("tr") == 1 + len(data["load"])
-
-
-POINTER = (
-    "document.querySelector('[data-i=\"0\"]')"
-    ".dispatchEvent(new PointerEvent('pointerover', { bubbles: true }));"
-)
-ARROW_KEY = "by('text').dispatchEvent(new KeyboardEvent('keydown', { key: 'ArrowRight' }));"
-
-
-@pytest.mark.slow
-@needs_chromium
-@pytest.mark.parametrize("event", (POINTER, ARROW_KEY), ids=("pointer", "key"))
-def test_a_browser_shows_the_likeliest_bytes_of_a_character_and_a_long_text(
-    tmp_path, show, monkeypatch, event
-):
-    template = inspect.TEMPLATE.read_text().replace("</script></body>", f"{event}</script></body>")
-    (tmp_path / "page.html").write_text(template)
-    monkeypatch.setattr(inspect, "TEMPLATE", tmp_path / "page.html")
-    text = "é".encode() + text_of(5000)
-    _, page = show(model_of(**NO_CORE), text)
-    dom = open_in_browser(tmp_path / "look.html")
-    percent = data_of(page)["percent"][:6]
-    assert re.findall("<td>([0-9]+%)</td>", dom) == [f"{share}%" for share in percent]
-    drawn = Page(dom)
+    shown = re.search('id="text".*?>(.*?)</section>', done.stdout, re.DOTALL)[1]
+    shown = html.unescape(re.sub("<sub>.*?</sub>|<[^>]*>", "", shown))
+    assert shown.replace("\n", "").replace("↵", "\\n") == "".join(data["glyphs"])
+    assert 1024 <= drawn.tags.count("b") < 5001  # the rest is plain text until it is near
+    # the bytes that were expected at the first character, of two bytes
+    percent = [f"{share}%" for share in data["percent"][:6]]
+    assert re.findall("<td>([0-9]+%)</td>", done.stdout) == percent
     (about,) = [attrs for tag, attrs in drawn.elements if tag == "output"]
     assert "left:" in about["style"] and "hidden" not in about
-    assert 1024 <= drawn.tags.count("b") < 5001  # the rest is plain text until it is near
-    shown = re.search('id="text".*?>(.*?)</section>', dom, re.DOTALL)[1]
-    assert html.unescape(re.sub("<[^>]*>", "", shown)) == text.decode()
+    # a row of experts for each layer and loop; gates and votes of 64 bytes below their surprise
+    cells = [attrs.get("class", "") for tag, attrs in drawn.elements if tag == "td"]
+    levels = [f"s{bisect(inspect.BITS, bits)}" for bits in data["bits"][:64]]
+    assert [cell.split()[0] for cell in cells if cell.startswith("s")] == levels
+    assert done.stdout.count("<tr") == 2 * 3 + 1 + len(data["load"]) + 1 + len(data["rows"])
 
 
 # --------------------------------------------------------------------------------------------------
