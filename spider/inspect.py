@@ -48,10 +48,9 @@ LIKELIEST = 3  # bytes that are named as expected
 
 # Limits between eight shades
 BITS = (0.5, 1, 2, 3, 4, 6, 8)  # surprise
-LOADS = (0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0)  # an expert's load, relative to an even one
 VOTES = (0.0, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0)  # a vote, in nats
 GATES = tuple(step / 8 for step in range(1, 8))  # a gate
-SHADES_OF = {"bits": BITS, "loads": LOADS, "gates": GATES, "votes": VOTES}
+SHADES_OF = {"bits": BITS, "gates": GATES, "votes": VOTES}
 
 # --------------------------------------------------------------------------------------------------
 # Recording
@@ -118,13 +117,10 @@ class Record:
     def _record_votes(self, engram: OutputEngram, args: tuple, output: Any):
         """Hook after the Engram before the head."""
         x, packed = args
-        followed, weights = engram.cast_votes(rms_norm(x), packed.matches)
-        # a context's votes are adjacent, the newest occurrence first
-        votes_per_context = self.model.config.engram_votes
-        followed = followed[self.context :, ::votes_per_context]
-        weights = weights[self.context :, ::votes_per_context]
-        is_byte = (followed >= 0) & (followed < 256)
-        self.votes.append(weights.float().masked_fill(~is_byte, math.nan).cpu())
+        _, weights = engram.cast_votes(rms_norm(x), packed.matches)
+        # a context's votes are adjacent, the newest occurrence first; a vote for no byte weighs 0
+        newest = weights[self.context :, :: self.model.config.engram_votes].float()
+        self.votes.append(newest.masked_fill(newest == 0, math.nan).cpu())
 
     def _record_boundaries(self, *args) -> Tensor:
         """Take the place of the model's `boundaries`."""
@@ -178,15 +174,11 @@ class Analysis:
 
     text: bytes
     bits: list[float]  # [bytes] surprise: -log2 of the byte's probability
-    likeliest: Tensor  # int64 [bytes, LIKELIEST] ids
-    shares: Tensor  # [bytes, LIKELIEST] their probabilities
+    likeliest: list[int]  # [bytes * LIKELIEST] ids
+    percent: list[int]  # [bytes * LIKELIEST] their probabilities
     segment: list[int]  # [bytes] number of the byte's segment
     ends: list[bool]  # [bytes] whether the byte ends its segment
     record: Record
-
-    @property
-    def loops_vary(self) -> bool:
-        return len(set(self.record.loops)) > 1
 
 
 @torch.no_grad()
@@ -198,8 +190,8 @@ def read(model: Spider, text: bytes, n_loops: int) -> Analysis:
     ids = torch.tensor([BOS_ID, *text], device=model.embed_tokens.device)
     progress = ProgressBar("reading", len(ids)) if sys.stderr.isatty() else None
     bits: list[float] = []
-    likeliest: list[Tensor] = []
-    shares: list[Tensor] = []
+    likeliest: list[int] = []
+    percent: list[int] = []
     done = 0  # ids that are recorded
     with Record(model) as record, model.cast_weights_once():
         while done < len(ids):
@@ -216,22 +208,15 @@ def read(model: Spider, text: bytes, n_loops: int) -> Analysis:
                 )
             bits += (-log_p.gather(1, labels[:, None])[:, 0] / math.log(2)).tolist()
             top = log_p.exp().topk(LIKELIEST)
-            likeliest.append(top.indices.cpu())
-            shares.append(top.values.cpu())
+            likeliest += top.indices.flatten().tolist()
+            percent += (100 * top.values).round().int().flatten().tolist()
             done += len(logits)
             if progress is not None:
                 progress.add(len(logits))
     ends = record.ends or [False] * len(ids)  # a model without core has no segments
     segments_before = list(accumulate(ends, initial=0))
-    return Analysis(
-        text=text,
-        bits=bits,
-        likeliest=torch.cat(likeliest),
-        shares=torch.cat(shares),
-        segment=segments_before[1:-1],  # without BOS
-        ends=ends[1:],
-        record=record,
-    )
+    segment = segments_before[1:-1]  # without BOS
+    return Analysis(text, bits, likeliest, percent, segment, ends[1:], record)
 
 
 def take_text(argument: str) -> tuple[bytes, str]:
@@ -303,35 +288,31 @@ def shade(bits: float) -> str:
 def in_terminal(analysis: Analysis, colour: bool) -> Iterator[str]:
     """Yield the first PRINTED bytes of the text with its segments, a legend and the facts, in plain
     characters or with ANSI colors."""
+    loops = analysis.record.loops
+    loops_vary = len(set(loops)) > 1
     for glyph, start, stop in characters(analysis.text):
         if start >= PRINTED:
             yield f" ... (all {len(analysis.text):,} bytes are on the page)"
             break
-        underline = ";4" if analysis.segment[stop - 1] % 2 else ""
-        style = shade(sum(analysis.bits[start:stop])) + underline
+        style = shade(sum(analysis.bits[start:stop]))
         yield paint(glyph.replace("\\n", "↵"), style, colour)
-        ends = analysis.ends[start:stop]
-        if any(ends):
-            last_end = stop - 1 - ends[::-1].index(True)
-            if analysis.loops_vary:
-                n_loops = analysis.record.loops[analysis.segment[last_end]]
-                yield paint(str(n_loops).translate(SMALL_DIGITS), ";2", colour)
-            elif not colour:
-                yield "│"
+        for byte in range(start, stop):
+            if analysis.ends[byte]:
+                n_loops = str(loops[analysis.segment[byte]])
+                mark = n_loops.translate(SMALL_DIGITS) if loops_vary else "│"
+                yield paint(mark, ";2", colour)
         if glyph == "\\n":
             yield "\n"
     yield "\n\n"
 
     if colour:
         shades = [paint(f" {limit:g} ", shade(limit), colour) for limit in (0, *BITS)]
-        yield f"bits: {''.join(shades)} and more"
-        if any(analysis.ends):
-            yield "; every other segment is underlined"
-    if analysis.loops_vary:
-        yield "; a small number after a segment is the number of its loops"
-    elif any(analysis.ends) and not colour:
-        yield "segments end at │"
-    yield "\n" + "\n".join(facts(analysis))
+        yield f"bits: {''.join(shades)} and more\n"
+    if loops_vary:
+        yield "a small number after a segment is the number of its loops\n"
+    elif loops:
+        yield "segments end at │\n"
+    yield "\n".join(facts(analysis))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -379,6 +360,7 @@ def page_data(analysis: Analysis, model: Spider, run: list[str]) -> dict[str, An
 
     To keep the page small, values by byte are strings where they can be, with a digit a byte."""
     drawn = list(characters(analysis.text))
+    load = analysis.record.load
     return {
         "run": run,
         "facts": facts(analysis),
@@ -388,15 +370,12 @@ def page_data(analysis: Analysis, model: Spider, run: list[str]) -> dict[str, An
         "lengths": "".join(str(stop - start) for _, start, stop in drawn),
         "bytes": analysis.text.hex(),
         "bits": [round(bits, 2) for bits in analysis.bits],
-        "likeliest": analysis.likeliest.flatten().tolist(),
-        "percent": (100 * analysis.shares).round().int().flatten().tolist(),
+        "likeliest": analysis.likeliest,
+        "percent": analysis.percent,
         "ends": "".join("1" if end else "0" for end in analysis.ends),
         "first_segment": analysis.segment[0],
         "loops": analysis.record.loops,
-        "load": [
-            {"name": f"{layer + 1}, {loop + 1}", "tokens": tokens.int().tolist()}
-            for (layer, loop), tokens in sorted(analysis.record.load.items())
-        ],
+        "load": [(*visit, tokens.int().tolist()) for visit, tokens in sorted(load.items())],
         "rows": gate_rows(analysis, model.config),
     }
 

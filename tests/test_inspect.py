@@ -56,9 +56,8 @@ def analysis_of(text: bytes, ends: list[int], loops: list[int]) -> inspect.Analy
     record = inspect.Record(model_of())
     record.loops = loops
     segment = [1 + sum(is_end[:i]) for i in range(len(text))]
-    nothing = torch.zeros(len(text), 3)
     bits = [1.0] * len(text)
-    return inspect.Analysis(text, bits, nothing, nothing, segment, is_end, record)
+    return inspect.Analysis(text, bits, [], [], segment, is_end, record)
 
 
 @pytest.fixture
