@@ -19,7 +19,7 @@ import os
 import re
 import sys
 from bisect import bisect
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -33,7 +33,6 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from spider.common import DataError, ProgressBar, durable, one_line, printable
-from spider.config import SpiderConfig
 from spider.export import facts_of
 from spider.layers import rms_norm
 from spider.memory import OutputEngram
@@ -74,9 +73,8 @@ class Record:
         self.loops: list[int] = []  # by finished segment
         self.load: dict[Visit, Tensor] = {}  # tokens per expert, [E]
         self.gates: dict[Visit, dict[int, float]] = {}  # Engram's gates, by segment
-        self.byte_gates: list[Tensor] = []  # by pass, [ids, orders and match contexts]
-        # by pass, [ids, contexts]: weight of the newest occurrence's vote, NaN for none
-        self.votes: list[Tensor] = []
+        # gates and votes before the head by name, of each pass [ids], NaN for no vote
+        self.rows: dict[str, list[Tensor]] = defaultdict(list)
         # This pass's segments
         self.core_rows = range(0)
         self.first_segment = 0  # number of that in the first of these rows
@@ -110,17 +108,29 @@ class Record:
             del self.model.boundaries  # the class's method again
             self.model.core.drop_halted = self.drop_halted
 
+    def _add_rows(self, names: list[str], values: Tensor):
+        """Record a value for each id of this pass, [M, names]."""
+        new = values[self.context :].float().cpu()
+        for name, row in zip(names, new.T, strict=True):
+            self.rows[name].append(row)
+
     def _record_byte_gates(self, gate: nn.Module, args: tuple, logits: Tensor):
         """Hook after a gate [M, orders and match contexts] of the Engram before the head."""
-        self.byte_gates.append(logits[self.context :].float().sigmoid().cpu())
+        config = self.model.config
+        names = [f"{context}, learned" for context in config.engram_byte_contexts]
+        if config.matches_before_head:
+            names += [f"{context}, in the text" for context in config.engram_match_contexts]
+        self._add_rows(names, logits.sigmoid())
 
     def _record_votes(self, engram: OutputEngram, args: tuple, output: Any):
         """Hook after the Engram before the head."""
         x, packed = args
+        config = self.model.config
         _, weights = engram.cast_votes(rms_norm(x), packed.matches)
         # a context's votes are adjacent, the newest occurrence first; a vote for no byte weighs 0
-        newest = weights[self.context :, :: self.model.config.engram_votes].float()
-        self.votes.append(newest.masked_fill(newest == 0, math.nan).cpu())
+        newest = weights[:, :: config.engram_votes]
+        names = [f"{context}, its vote" for context in config.engram_match_contexts]
+        self._add_rows(names, newest.masked_fill(newest == 0, math.nan))
 
     def _record_boundaries(self, *args) -> Tensor:
         """Take the place of the model's `boundaries`."""
@@ -376,7 +386,7 @@ def page_data(analysis: Analysis, model: Spider, run: list[str]) -> dict[str, An
         "first_segment": analysis.segment[0],
         "loops": analysis.record.loops,
         "load": [(*visit, tokens.int().tolist()) for visit, tokens in sorted(load.items())],
-        "rows": gate_rows(analysis, model.config),
+        "rows": gate_rows(analysis),
     }
 
 
@@ -386,24 +396,15 @@ def levels_of(values: Tensor, limits: tuple[float, ...]) -> str:
     return bytes(levels.masked_fill(values.isnan(), ord(" ")).tolist()).decode()
 
 
-def gate_rows(analysis: Analysis, config: SpiderConfig) -> list[dict[str, str]]:
+def gate_rows(analysis: Analysis) -> list[dict[str, str]]:
     """Return the rows of all gates and votes of Engram: name, shades (key of SHADES_OF), and the
     level of each byte, a space where there is no gate or vote."""
     record = analysis.record
-    values: dict[str, Tensor] = {}  # by name of the row, [bytes]
-    names = [f"{context}, learned" for context in config.engram_byte_contexts]
-    matches = config.engram_match_contexts
-    if config.matches_before_head:
-        names += [f"{context}, in the text" for context in matches]
-    if record.byte_gates:
-        gates = torch.cat(record.byte_gates)[1:]  # [bytes, contexts], without BOS
-        values |= zip(names, gates.T, strict=True)
-    if record.votes:
-        votes = torch.cat(record.votes)[1:]  # [bytes, contexts], without BOS
-        values |= zip([f"{context}, its vote" for context in matches], votes.T, strict=True)
+    values = {name: torch.cat(passes)[1:] for name, passes in record.rows.items()}  # without BOS
     for (layer, loop), gate_of in sorted(record.gates.items()):
         by_segment = torch.full((len(record.loops) + 1,), math.nan)  # one may be unfinished
-        by_segment[list(gate_of)] = torch.tensor(list(gate_of.values()))
+        for segment, gate in gate_of.items():
+            by_segment[segment] = gate
         values[f"layer {layer + 1}, loop {loop + 1}"] = by_segment[analysis.segment]
     rows = []
     for name, row in values.items():

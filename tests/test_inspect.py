@@ -138,7 +138,7 @@ def test_a_long_text_is_read_in_windows_that_overlap_by_half(monkeypatch, change
         bits += [-log_p[i - start, ids[i + 1]].item() for i in scored]
     assert analysis.bits == pytest.approx(bits, rel=1e-9)
     record = analysis.record
-    assert sum(map(len, record.byte_gates)) == 301
+    assert sum(map(len, record.rows["1, learned"])) == 301
     words = re.findall(b"[a-h]+(?= )", text)
     assert len(record.loops) == sum(record.ends) == (0 if changes else len(words))
     # of each segment, 2 layers, and 2 experts a token
@@ -161,7 +161,7 @@ def test_recorded_gates_are_those_that_the_model_multiplies_by(monkeypatch):
     monkeypatch.setattr(engram, "gate", lambda self, h, key: h.new_full((len(h), 1), 0.25))
     model.engram_output.gate.weight.data.zero_()
     record = inspect.read(model, text_of(40), 2).record
-    assert set(torch.cat(record.byte_gates).flatten().tolist()) == {0.5}
+    assert {gate for row in record.rows.values() for gate in row[0].tolist()} == {0.5}
     assert {value for gates in record.gates.values() for value in gates.values()} == {0.25}
 
 
