@@ -90,12 +90,6 @@ def test_a_panel_has_an_average_in_a_band_of_percentiles_and_validation_as_circl
     assert axes.xaxis.get_major_formatter()(1_500_000) == "1.5 MB"
 
 
-def test_a_learning_rate_is_drawn_as_it_is(panels):
-    rates = np.linspace(1, 0, 50)
-    (line,) = panels(curves_of(lr=rates))["learning rate"].lines
-    assert line.get_ydata().tolist() == rates.tolist()
-
-
 def test_an_axis_leaves_out_the_steep_beginning_of_a_loss_but_no_later_validation(panels):
     loss = np.linspace(2, 1, 100)
     loss[0] = 9.0
@@ -105,9 +99,11 @@ def test_an_axis_leaves_out_the_steep_beginning_of_a_loss_but_no_later_validatio
 
 
 @pytest.mark.parametrize("every, marked", ((25, [0.25e6, 0.5e6, 0.75e6]), (3, [])))
-def test_dotted_lines_mark_the_starts_of_epochs_unless_they_are_many(panels, every, marked):
-    run = curves_of(lr=np.linspace(1, 0, 100), epoch=np.arange(100) // every)
-    _, *vertical = panels(run)["learning rate"].lines
+def test_a_learning_rate_is_not_averaged_and_epochs_are_marked_unless_many(panels, every, marked):
+    rates = np.linspace(1, 0, 100)
+    run = curves_of(lr=rates, epoch=np.arange(100) // every)
+    curve, *vertical = panels(run)["learning rate"].lines
+    assert curve.get_ydata().tolist() == rates.tolist()
     assert [line.get_xdata()[0] for line in vertical] == marked
 
 

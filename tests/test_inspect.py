@@ -120,6 +120,9 @@ def test_what_is_recorded_is_what_the_full_pass_computes(length, boundaries):
     for layer, tokens in enumerate(out.tokens_per_expert):
         loads = [load for visit, load in record.load.items() if visit[0] == layer]
         assert torch.equal(sum(loads, torch.zeros(4)), tokens.float())
+    share, likeliest = out.logits[0, :-1].softmax(-1).topk(3)
+    assert analysis.likeliest == likeliest.flatten().tolist()
+    assert analysis.percent == pytest.approx((100 * share).flatten().tolist(), abs=0.51)
 
 
 @pytest.mark.parametrize("changes", ({}, NO_CORE), ids=("core", "no core"))
@@ -141,8 +144,6 @@ def test_a_long_text_is_read_in_windows_that_overlap_by_half(monkeypatch, change
     assert sum(map(len, record.rows["1, learned"])) == 301
     words = re.findall(b"[a-h]+(?= )", text)
     assert len(record.loops) == sum(record.ends) == (0 if changes else len(words))
-    # of each segment, 2 layers, and 2 experts a token
-    assert sum(load.sum() for load in record.load.values()) == sum(record.loops) * 2 * 2
     assert sum(map(len, record.gates.values())) == sum(record.loops)
 
 
@@ -224,41 +225,17 @@ def test_nothing_that_is_shown_reaches_a_terminal_as_a_command(show, monkeypatch
         assert "&amp;\\xff\\xf0\\x9f \\n" in text
 
 
-def test_a_terminal_shows_the_beginning_of_a_long_text(monkeypatch):
-    monkeypatch.setattr(inspect, "PRINTED", 14)
-    analysis = analysis_of("Größe 漢字 and more".encode(), ends=[], loops=[1])
-    printed = "".join(inspect.in_terminal(analysis, colour=False))
-    assert printed.startswith("Größe 漢字 ... (all 23 bytes are on the page)\n\n")
-    assert "23 bytes, " in printed
-
-
-def test_a_character_of_several_bytes_is_one_with_all_of_their_bits_and_ends():
+def test_a_character_of_several_bytes_is_one_and_a_long_text_is_cut_between_two(monkeypatch):
     text = "a漢\xe9".encode() + b"\xe6\xbc!"
     analysis = analysis_of(text, ends=[0, 1, 4, 6, 8], loops=[1, 1, 2, 3, 1, 2])
-    assert list(inspect.characters(text)) == [
-        ("a", 0, 1),
-        ("漢", 1, 4),
-        ("é", 4, 6),
-        ("\\xe6", 6, 7),
-        ("\\xbc", 7, 8),
-        ("!", 8, 9),
-    ]
     printed = "".join(inspect.in_terminal(analysis, colour=False))
     assert printed.startswith("a¹漢²é³\\xe6¹\\xbc!²\n")
     data = inspect.page_data(analysis, model_of(), [])
     assert data["glyphs"] == ["a", "漢", "é", "\\xe6", "\\xbc", "!"]
     assert data["lengths"] == "132111" and data["ends"] == "110010101"
-
-
-def test_a_page_has_the_likeliest_bytes_of_the_model():
-    model = model_of()
-    text = text_of(40)
-    data = inspect.page_data(inspect.read(model, text, 3), model, [])
-    logits = model(torch.tensor([[BOS_ID, *text]]), n_loops=3).logits[0, :-1]
-    share, likeliest = logits.softmax(-1).topk(3)
-    assert data["likeliest"] == likeliest.flatten().tolist()
-    assert data["percent"] == pytest.approx((100 * share).flatten().tolist(), abs=0.51)
-    assert data["names"][10] == "\\n"
+    monkeypatch.setattr(inspect, "PRINTED", 6)
+    printed = "".join(inspect.in_terminal(analysis, colour=False))
+    assert printed.startswith("a¹漢²é³ ... (all 9 bytes are on the page)\n\n")
 
 
 @pytest.mark.parametrize(
@@ -317,9 +294,6 @@ def test_a_page_has_all_data_as_text_and_loads_nothing(tmp_path, show):
     parsed = Page(page)
     template = inspect.TEMPLATE.read_text()
     assert parsed.tags == Page(template).tags and parsed.tags.count("script") == 2
-    for _, attrs in parsed.elements:
-        for name in attrs:
-            assert not name.startswith("on") and name not in ("src", "href", "style")
     assert "://" not in page
     assert str(tmp_path) not in page  # paths are private
     assert all(c.isprintable() or c == "\n" for c in page)
@@ -337,13 +311,6 @@ def test_a_page_has_all_data_as_text_and_loads_nothing(tmp_path, show):
     source = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     assert policy.startswith(f"default-src 'none'; script-src 'sha256-{source}'; ")
     assert not re.search("innerHTML|outerHTML|insertAdjacent|document.write|eval|Function", script)
-
-
-def test_a_page_names_a_checkpoint_that_is_the_working_directory(tmp_path, monkeypatch):
-    (tmp_path / "exported").mkdir()
-    monkeypatch.chdir(tmp_path / "exported")  # as an export may be
-    inspect.show(model_of(), 1, "abc", Path("."), dict(step=3), None)
-    assert Page(Path("look.html").read_text()).text["title"] == "exported reads a text"
 
 
 ACTS = {
