@@ -81,8 +81,8 @@ def test_rows_of_a_table_become_the_same_documents_as_json_lines(table, name):
 CSV = {
     "as they stand": (b"1,0017\n2,12.0\n3,NA\n4,\n", [b"0017", b"12.0", b"NA", b""], 0),
     "quotes": (
-        b'1,"a, ""b""\nc"\r\n\r\n2,"d"\r3, e "f" ',
-        [b'a, "b"\nc', b"d", b' e "f" '],
+        b'1,"a, ""b""\r\nc"\r\n\r\n2,"d"\r3, e "f" ',
+        [b'a, "b"\r\nc', b"d", b' e "f" '],
         0,
     ),
     "other numbers of fields": (b"1,a\n2,b,c\n3\n4,d\n", [b"a", b"d"], 2),
