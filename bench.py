@@ -61,8 +61,9 @@ def print_table(title: str, rows: dict[str, object]):
     """Print names and values as a table of Markdown."""
     print(f"\n### {title}\n\n| | |\n|---|---|")
     for name, value in rows.items():
-        text = f"{value:,.3f}" if isinstance(value, float) else value
-        print(f"| {name} | {text} |")
+        if isinstance(value, float):
+            value = f"{value:,.3f}"
+        print(f"| {name} | {value} |")
     sys.stdout.flush()
 
 
@@ -88,12 +89,15 @@ def describe_machine(device: torch.device):
     print("testing torch.compile, which may take a minute", flush=True)
     rows["torch.compile"] = machine.obstacle_to_compile(device) or "passes a test"
 
-    n_bytes = 1 << (30 if on_gpu else 27)
+    n_bytes = 1 << 30
+    n = 8192
+    if not on_gpu:
+        n_bytes = 1 << 27
+        n = 2048
     source = torch.empty(n_bytes, dtype=torch.uint8, device=device)
     ms = median(times_of(source.clone, device))
     rows["copy, read and written, TB/s"] = 2 * n_bytes / ms / 1e9
 
-    n = 8192 if on_gpu else 2048
     x = torch.randn(n, n, device=device)
     products = {"fp32": partial(torch.mm, x, x)}
     if machine.multiplies_bf16(device):

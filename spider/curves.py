@@ -76,7 +76,8 @@ def smooth(curve: np.ndarray, width: int) -> np.ndarray:
 def starts_of_epochs(curves: Curves) -> list[float]:
     """Return after how many bytes each epoch but the first starts; nothing if they are many."""
     x, epochs = curves.get("epoch", np.empty((2, 0)))
-    starts = x[:-1][np.diff(epochs) > 0].tolist()
+    is_last = np.diff(epochs) > 0  # step of its epoch
+    starts = x[:-1][is_last].tolist()
     return starts if len(starts) <= EPOCHS else []
 
 
@@ -85,7 +86,8 @@ def panels_of(runs: list[Curves]) -> dict[str, tuple[str, str]]:
     panels = dict(PANELS)
     for key in sorted(set().union(*runs)):
         if key.startswith(SOURCE):
-            panels[f"validation of {key.removeprefix(SOURCE)}, bits per byte"] = ("", key)
+            source = key.removeprefix(SOURCE)
+            panels[f"validation of {source}, bits per byte"] = ("", key)
     varying = {}
     for title, keys in panels.items():
         found = [later(run[key][1]) for run in runs for key in keys if key in run]
@@ -125,7 +127,12 @@ def draw_panel(axes, key: str, validation: str, runs: list[Curves]):
     axes.set_xlim(left=0)
     axes.ticklabel_format(useOffset=False)
     axes.locator_params(axis="x", nbins=6)
-    axes.legend(loc="upper left", bbox_to_anchor=(0, -0.1), fontsize="small", frameon=False)
+    axes.legend(
+        loc="upper left",
+        bbox_to_anchor=(0, -0.1),  # below the axis
+        fontsize="small",
+        frameon=False,
+    )
 
 
 def draw_curves(out: Path, labels: list[str], runs: list[Curves]):
@@ -139,7 +146,8 @@ def draw_curves(out: Path, labels: list[str], runs: list[Curves]):
     panels = panels_of(runs)
     rows = math.ceil(len(panels) / COLUMNS)
     height = 3.2 + 0.3 * len(runs)  # of a panel and its legend
-    figure = Figure(figsize=(4.5 * COLUMNS, 1 + height * rows), layout="constrained")
+    size = (4.5 * COLUMNS, 1 + height * rows)
+    figure = Figure(size, layout="constrained")
     figure.supxlabel("bytes seen", fontsize="medium")
     colors = [Line2D([], [], color=f"C{number}") for number in range(len(runs))]
     figure.legend(colors, labels, loc="outside upper left", frameon=False)
@@ -158,9 +166,11 @@ def write_curves(directory: Path, signal: int | None):
         return
     out = directory / "curves.png"
     try:
-        with quiet():
-            draw_curves(out, [directory.absolute().name], [read_curves(directory)])
-        logger.info(f"curves: {out}")
+        curves = read_curves(directory)
+        if panels_of([curves]):
+            with quiet():
+                draw_curves(out, [directory.absolute().name], [curves])
+            logger.info(f"curves: {out}")
     except ModuleNotFoundError:
         pass
     except Exception as fault:  # broken installation or full disk, which must not fail the run

@@ -147,12 +147,16 @@ class Record:
         """Find the segments that had not halted before this loop: a hook before the core's first
         layer."""
         x, _, _, active = args[:4]
-        rows = range(len(x)) if active.index is None else active.index.tolist()
-        halted = [False] * len(x) if active.halted is None else active.halted.tolist()
+        rows = list(range(len(x)))
+        if active.index is not None:
+            rows = active.index.tolist()
+        halted = [False] * len(x)
+        if active.halted is not None:
+            halted = active.halted.tolist()
         self.loop += 1
         self.running = {}
-        for computed_row, (row, has_halted) in enumerate(zip(rows, halted, strict=True)):
-            if row in self.core_rows and not has_halted:
+        for computed_row, row in enumerate(rows):
+            if row in self.core_rows and not halted[computed_row]:
                 segment = self.first_segment + row - self.core_rows.start
                 self.running[segment] = computed_row
                 self.loops[segment] += 1
@@ -216,10 +220,12 @@ def read(model: Spider, text: bytes, n_loops: int) -> Analysis:
                 raise FloatingPointError(
                     "the model's logits are not finite numbers: its weights are ruined"
                 )
-            bits += (-log_p.gather(1, labels[:, None])[:, 0] / math.log(2)).tolist()
+            log_p_label = log_p.gather(1, labels[:, None]).flatten()
+            bits += (-log_p_label / math.log(2)).tolist()
             top = log_p.exp().topk(LIKELIEST)
             likeliest += top.indices.flatten().tolist()
-            percent += (100 * top.values).round().int().flatten().tolist()
+            rounded = (100 * top.values).round().int()
+            percent += rounded.flatten().tolist()
             done += len(logits)
             if progress is not None:
                 progress.add(len(logits))
@@ -334,12 +340,12 @@ def write_page(analysis: Analysis, title: str, model: Spider, run: list[str]) ->
     template = TEMPLATE.read_text(encoding="utf-8")
     _, _, rest = template.partition("<script>")
     script, _, _ = rest.partition("</script>")
-    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    # in ASCII, and without the signs that end an element
+    digest = hashlib.sha256(script.encode()).digest()
     data = json.dumps(page_data(analysis, model, run), allow_nan=False, separators=(",", ":"))
     fields = {
         "title": html.escape(one_line(title)),
-        "script": f"sha256-{digest}",
+        "script": f"sha256-{base64.b64encode(digest).decode()}",
+        # in ASCII, and without the signs that end an element
         "data": re.sub("[<>&]", lambda sign: f"\\u{ord(sign[0]):04x}", data),
     }
     # all in one pass, since a text may have {{...}} in it
@@ -392,8 +398,10 @@ def page_data(analysis: Analysis, model: Spider, run: list[str]) -> dict[str, An
 
 def levels_of(values: Tensor, limits: tuple[float, ...]) -> str:
     """Return the shade of each value as a digit, a space for NaN."""
-    levels = torch.bucketize(values.contiguous(), torch.tensor(limits), right=True) + ord("0")
-    return bytes(levels.masked_fill(values.isnan(), ord(" ")).tolist()).decode()
+    levels = torch.bucketize(values.contiguous(), torch.tensor(limits), right=True)
+    digits = levels + ord("0")
+    codes = digits.masked_fill(values.isnan(), ord(" "))
+    return bytes(codes.tolist()).decode()
 
 
 def gate_rows(analysis: Analysis) -> list[dict[str, str]]:

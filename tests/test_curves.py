@@ -134,6 +134,8 @@ def test_a_run_draws_its_curves_at_its_end_and_never_fails_for_them(
     picture.unlink()
     curves.write_curves(directory, signal.SIGTERM)
     assert not picture.exists()
+    curves.write_curves(tmp_path, None)  # where there is no step
+    assert not (tmp_path / "curves.png").exists()
     with monkeypatch.context() as patch:  # as if it were not installed
         for name in ("matplotlib", "matplotlib.figure"):
             patch.setitem(sys.modules, name, None)
