@@ -248,14 +248,19 @@ def load_optimizers(sharding: Sharding, optimizers: Mapping[str, Any], states: M
 
     optimizers: by name; their method make_state(p) makes the state of a parameter."""
     world = sharding.world
+    for optimizer in optimizers.values():
+        optimizer.state.clear()
     saved = world.on_rank0(lambda: saved_values(optimizers, states), without_tensors)
     by_local = {param.local: param for param in sharding.params}
     misfits = []
     for name, optimizer in optimizers.items():
         params = parameters_of(optimizer)
         for i, values in saved[name].items():
-            state = own_state(optimizer, params[i], values)
-            param = by_local.get(params[i])
+            p = params[i]
+            if values and not optimizer.state[p]:  # rank 0 has made it
+                optimizer.make_state(p)
+            param = by_local.get(p)
+            state = optimizer.state[p]
             for key, own in state.items():
                 if not isinstance(own, Tensor):
                     state[key] = values[key]
@@ -271,31 +276,27 @@ def without_tensors(tree: Any) -> Any:
     return tree_map_only(Tensor, lambda _: None, tree)
 
 
-def own_state(optimizer: Any, p: Tensor, values: Mapping) -> dict[str, Any]:
-    """Return the run's own state of a parameter: an empty one if the checkpoint has no values, as
-    for an Engram table that was cleared."""
-    optimizer.state[p].clear()
-    if values:
-        optimizer.make_state(p)
-    return optimizer.state[p]
-
-
 def saved_values(
     optimizers: Mapping[str, Any], states: Mapping[str, dict]
 ) -> dict[str, dict[int, dict[str, Any]]]:
     """Return the values of a checkpoint by optimizer, number of the parameter, and name. Raise
-    CheckpointError unless optimizers and names are those of this run."""
+    CheckpointError unless optimizers, groups of parameters and names are those of this run."""
     try:
         if states.keys() != optimizers.keys():
             raise ValueError(f"it has {', '.join(states)}, this run {', '.join(optimizers)}")
         saved: dict[str, dict[int, dict[str, Any]]] = {}
         for name, optimizer in optimizers.items():
+            groups = [group["params"] for group in states[name]["param_groups"]]
+            if groups != [group["params"] for group in optimizer.state_dict()["param_groups"]]:
+                raise ValueError(f"{name} has other groups of parameters")
             params = parameters_of(optimizer)
             saved[name] = {}
             for i, values in states[name]["state"].items():
                 flat = dict(values)
                 flat |= flat.pop(NESTED, {})
-                check_values(flat, own_state(optimizer, params[i], values))
+                if flat:  # a cleared Engram table has no values
+                    optimizer.make_state(params[i])
+                check_values(flat, optimizer.state[params[i]])
                 saved[name][i] = flat
     except Exception as fault:  # whatever a foreign state provokes
         reason = str(fault).partition("\n")[0]
