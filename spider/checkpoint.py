@@ -146,6 +146,8 @@ def recorded(state: dict) -> dict:
         check_plain(name, known[name])
     if known.get("recipe", "1b") not in PRESETS or 0 in [flags.get(name) for name in FLAGS]:
         raise ValueError("recipe or flags have a value that no run records")
+    if not 2 <= flags.get("seq_len", 2) <= 1 << 24:
+        raise ValueError("seq_len has a value that no run records")
     return known
 
 

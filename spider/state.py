@@ -311,7 +311,7 @@ def check_values(saved: Mapping[str, Any], own: Mapping[str, Any]):
     """Raise ValueError unless the values of a parameter are tensors and numbers of steps, with the
     names of the run's own."""
     if saved.keys() != own.keys():
-        raise ValueError(f"a parameter has {', '.join(saved)}, not {', '.join(own)}")
+        raise ValueError(f"a parameter has other values than {', '.join(own)}")
     for key, value in saved.items():
         valid = isinstance(value, Tensor)
         if isinstance(own[key], int):  # the steps of 8-bit AdamW
