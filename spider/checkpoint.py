@@ -134,14 +134,14 @@ def recorded(state: dict) -> dict:
     """Return the entries of a checkpoint that a run knows. Raise ValueError or TypeError if one has
     a value that no run records. Its tensors are not looked at."""
     known = {name: state[name] for name in ENTRIES if name in state}
-    config = SpiderConfig.from_saved(known["cfg"])
-    known.setdefault("n_loops", config.n_loops)  # a checkpoint of an early version has no other
-    replace(config, n_loops=known["n_loops"])  # checks it
     flags = known.get("flags", {})
     for values, types in ((known, ENTRIES), (flags, FLAGS)):
         for name, value in values.items():
             if not isinstance(value, types.get(name, object)):
                 raise ValueError(f"{name} has a value that no run records")
+    config = SpiderConfig.from_saved(known["cfg"])
+    known.setdefault("n_loops", config.n_loops)  # a checkpoint of an early version has no other
+    replace(config, n_loops=known["n_loops"])  # checks it
     for name in known.keys() - {"cfg", "model_state_dict", "optimizer_state_dict"}:
         check_plain(name, known[name])
     if known.get("recipe", "1b") not in PRESETS or 0 in [flags.get(name) for name in FLAGS]:
@@ -153,8 +153,7 @@ def recorded(state: dict) -> dict:
 
 def check_plain(name: str, value: Any):
     """Raise ValueError unless a recorded value is None, a number, text where runs record text, or a
-    list or dict of these. Whole numbers, and all numbers of flags, are from 0 to LARGEST."""
-    bounded: Any = int | float if name == "flags" else int
+    list or dict of these. Whole numbers are from 0 to LARGEST, other numbers of flags from 0 on."""
     types: Any = float | None
     entries = [value]
     if isinstance(value, list):
@@ -167,8 +166,10 @@ def check_plain(name: str, value: Any):
         types = float | str | None
     for entry in entries:
         valid = isinstance(entry, types)
-        if isinstance(entry, bounded):
+        if isinstance(entry, int):
             valid = 0 <= entry <= LARGEST
+        elif isinstance(entry, float) and name == "flags":
+            valid = 0 <= entry < math.inf
         if not valid:
             raise ValueError(f"{name} has a value that no run records")
 
@@ -180,7 +181,7 @@ def check_weights(path: Path, state: dict, model: nn.Module):
         expected = kinds_of(model.state_dict())
         saved = kinds_of(state["model_state_dict"])
         names = expected.keys() | saved.keys()
-        odd = sorted(str(name) for name in names if expected.get(name) != saved.get(name))
+        odd = sorted(str(name)[:80] for name in names if expected.get(name) != saved.get(name))
     if odd:
         more = ", ..." if len(odd) > 3 else ""
         raise CheckpointError(

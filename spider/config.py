@@ -227,9 +227,9 @@ class SpiderConfig:
         for use in ("", "byte_", "match_"):  # contexts had no names before November 2026
             if f"engram_{use}orders" in values:
                 orders = values.pop(f"engram_{use}orders")
-                values[f"engram_{use}contexts"] = [str(n) for n in orders]
+                values[f"engram_{use}contexts"] = [f"{n:d}" for n in orders]
         if "engram_match_words" in values:
-            names = [f"word{n}" for n in values.pop("engram_match_words")]
+            names = [f"word{n:d}" for n in values.pop("engram_match_words")]
             values["engram_match_contexts"] = [*values.get("engram_match_contexts", ()), *names]
         return cls(**values)
 

@@ -292,17 +292,17 @@ def saved_values(
             params = parameters_of(optimizer)
             saved[name] = {}
             for i, values in states[name]["state"].items():
-                flat = dict(values)
-                flat |= flat.pop(NESTED, {})
+                flat = values | values.get(NESTED, {})
+                flat.pop(NESTED, None)
                 if flat:  # a cleared Engram table has no values
                     optimizer.make_state(params[i])
                 check_values(flat, optimizer.state[params[i]])
                 saved[name][i] = flat
     except Exception as fault:  # whatever a foreign state provokes
-        reason = str(fault).partition("\n")[0]
+        reason = str(fault).partition("\n")[0][:200]
         raise CheckpointError(
-            f"the checkpoint's optimizers do not fit this run ({type(fault).__name__}: {reason}): "
-            f"use --optimizer as before, or --reset_steps to load only the weights"
+            f"the checkpoint's optimizers do not fit this run ({reason}): use --optimizer as "
+            f"before, or --reset_steps to load only the weights"
         ) from None
     return saved
 
