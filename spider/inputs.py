@@ -85,18 +85,26 @@ def open_input(path: str, scratch: Path) -> IO[bytes]:
     if path == "-":
         return copy_of(sys.stdin.buffer, path, scratch)
     file = open(path, "rb", MIB)
+    name = path.lower()
+    if file.seekable() and (not name.endswith(COMPRESSIONS) or is_pointer(file)):
+        return file
     stream: IO[bytes] = file
-    if path.lower().endswith(".gz"):
+    if name.endswith(".gz"):
         stream = gzip.GzipFile(fileobj=file)  # type: ignore[assignment]  # is no IO to mypy
-    elif path.lower().endswith(".zst"):
+    elif name.endswith(".zst"):
         with any_error_as_data_error(path):
             import pyarrow
 
             stream = pyarrow.CompressedInputStream(file, "zstd")
-    elif file.seekable():
-        return file
     with file:
         return copy_of(stream, path, scratch)
+
+
+def is_pointer(file: IO[bytes]) -> bool:
+    """Tell whether a file is a Git LFS pointer; its caller refuses one by any name."""
+    head = file.read(len(GIT_LFS))
+    file.seek(0)
+    return head == GIT_LFS
 
 
 def copy_of(stream: IO[bytes], path: str, scratch: Path) -> IO[bytes]:
@@ -134,8 +142,8 @@ def fault_of(head: bytes, is_text: bool) -> str | None:
     in_utf_8 = len(head.decode(errors="ignore").encode())
     if is_text and in_utf_8 < 0.97 * len(head):
         return (
-            "Latin-1 or another encoding that is not UTF-8: convert it by `iconv -f LATIN1 -t "
-            "UTF-8`, or take its bytes by --binary"
+            "Latin-1 or another encoding that is not UTF-8: convert it by `iconv -f ENCODING -t "
+            "UTF-8` (LATIN1, CP1251, ...), or take its bytes by --binary"
         )
     return None
 
@@ -147,15 +155,21 @@ def fault_of(head: bytes, is_text: bool) -> str | None:
 def json_records(path: str, file: IO[bytes]) -> Iterator[object]:
     """Yield the records of a .json file.
 
-    They are its lines if one of the first two is an object by itself. If not, the whole file is
-    read, and they are the elements of an array, or values that follow one another.
+    The records are its lines, unless the file begins with an array or an object that takes several
+    lines, or is an array alone. Then the whole file is read, and the records are the elements of
+    the array, or the values that follow one another.
     """
     start = file.tell()
     not_blank = filter(bytes.strip, bounded_lines(file, "record"))
     lines = list(islice(not_blank, 2))
     file.seek(start)
-    is_array = b"".join(lines).lstrip().startswith(b"[")
-    if not is_array and any(map(is_object, lines)):
+    first = b"".join(lines[:1]).lstrip()
+    is_array = first.startswith(b"[")
+    if is_array:
+        are_lines = is_json(first) and len(lines) == 2
+    else:
+        are_lines = any(map(is_json, lines)) or not first.startswith(b"{")
+    if are_lines:
         yield from bounded_lines(file, "record")
         return
     # `datasets` would change texts: a date such as 2020-01-01 becomes a time
@@ -174,9 +188,10 @@ def json_records(path: str, file: IO[bytes]) -> Iterator[object]:
         yield Fault("not JSON, and nothing is read from there on")
 
 
-def is_object(line: bytes) -> bool:
+def is_json(line: bytes) -> bool:
     with suppress(ValueError, RecursionError):
-        return isinstance(json.loads(line), dict)
+        json.loads(line)
+        return True
     return False
 
 
@@ -207,6 +222,8 @@ def table_rows(path: str, file: IO[bytes], field: str) -> Iterator[object]:
             batch.validate(full=True)  # before a damaged offset is followed
             for cell in batch.column(field):
                 yield {field: cell.as_py()}
+        if extension == ".arrow" and not is_file_format and file.read(1):
+            raise ValueError("nothing is read after the end of its first stream")
 
 
 def csv_rows(file: IO[bytes], field: str) -> Iterator[object]:

@@ -130,6 +130,7 @@ def test_binary_cell_is_its_bytes_and_one_of_another_type_is_skipped(
         ("cut.parquet", "magic bytes"),
         ("cut.arrow", "Expected to be able to read"),
         ("offset.arrow", "non-monotonic offset"),
+        ("twice.arrow", "nothing is read after the end of its first stream"),
         ("owner/set", "Hugging Face hub"),  # the tests are offline
     ],
 )
@@ -144,6 +145,9 @@ def test_table_that_cannot_be_read_is_named(monkeypatch, table, capsys, argument
     texts = pyarrow.StringArray.from_buffers(2, offsets, pyarrow.py_buffer(b"x" * 9))
     with ipc.new_file("offset.arrow", pyarrow.schema(dict(text=pyarrow.string()))) as writer:
         writer.write_table(pyarrow.table(dict(text=texts)))
+    with ipc.new_stream("twice.arrow", table.data.schema) as writer:
+        writer.write_table(table.data.table)
+    Path("twice.arrow").write_bytes(2 * Path("twice.arrow").read_bytes())
     line = error_line(capsys, f"prepare {arguments} --out o")
     assert line.startswith(f"data.py: error: {arguments.split()[0]}: ")
     assert message in line

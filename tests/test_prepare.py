@@ -197,6 +197,7 @@ JSON_LAYOUTS = {
     "objects over several lines": b'{\n"text": "one"\n}\n{\n"text":\n"two"}\n',
     "lines": b'\n{"text": "one"}\n{"text": "two"}',
     "lines with a bad one": b'{"text": "one"}\n{"text": \n{"text": "two"}',
+    "lines, the first one a list": b'["three"]\n{"text": "one"}\n{"text": "two"}',
     "lines, the first one bad": b'xx\n{"text": "one"}\n{"text": "two"}',
     "lines, the first one cut": b'{"text": "o\n{"text": "one"}\n{"text": "two"}',
     "an array of one line after another": b'[{"text": "one"},\n{"text": "two"}\n]',
@@ -266,8 +267,15 @@ def test_file_that_is_no_text_is_skipped_by_what_it_holds_unless_binary(
     assert documents("all", "train") == [content, ENGLISH]
 
 
-@pytest.mark.parametrize("content, message", [(POINTER, "Git LFS"), (BOM_UTF16_LE, "UTF-16")])
-@pytest.mark.parametrize("name", ("a.json", "a.csv", "a.parquet"))
+@pytest.mark.parametrize(
+    "name, content, message",
+    (
+        ("a.json", POINTER, "Git LFS"),
+        ("a.jsonl.gz", POINTER, "Git LFS"),
+        ("a.csv", BOM_UTF16_LE, "UTF-16"),
+        ("a.parquet", BOM_UTF16_LE, "UTF-16"),
+    ),
+)
 def test_git_lfs_pointer_and_utf_16_are_named_in_place_of_any_file(capsys, name, content, message):
     write(name, content)
     line = error_line(capsys, f"prepare {name} --out o")
