@@ -746,7 +746,8 @@ def extensions(text: str) -> tuple[str, ...]:
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = Parser(prog="data.py", description=__doc__)
     commands = parser.add_subparsers(required=True, dest="command", metavar="{prepare,verify,show}")
-    add = commands.add_parser("prepare", help="make shards from text").add_argument
+    preparing = commands.add_parser("prepare", help="make shards from text")
+    add = preparing.add_argument
     add(
         "inputs",
         nargs="+",
@@ -758,7 +759,6 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add(
         "--out",
         dest="directory",
-        required=True,
         type=path_name,
         metavar="DIR",
         help="directory for the shards",
@@ -807,7 +807,10 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add("--seed", type=integer(0), default=0, metavar="N", help="the run's --seed")
     add("--first", type=integer(0), default=0, metavar="G", help="number of the first sequence")
     add("--count", type=integer(1), default=1, metavar="N", help="sequences to print")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    if args.command == "prepare" and args.directory is None:  # after a misspelt --out is named
+        preparing.error("--out DIR is missing")
+    return args
 
 
 def run_command(args: argparse.Namespace):

@@ -179,6 +179,7 @@ class Parser(argparse.ArgumentParser):
         super().__init__(allow_abbrev=False, formatter_class=HelpFormatter, **options)
 
     def error(self, message: str):
+        message = message.replace("ignored explicit argument", "takes no value, not")
         if message.endswith("expected one argument"):
             message += " (one that begins with - as --NAME=VALUE)"
         raise UsageError(f"{message}; see python {self.prog} --help")
@@ -204,8 +205,11 @@ class Parser(argparse.ArgumentParser):
         meanings: dict[str, str] = {}
         for remedy, names in others.get(script, others["train.py"]).items():  # as for bench.py
             meanings |= dict.fromkeys(names.split(), remedy)
-        for flag in re.findall(r"--[\w-]+", self.format_usage()):
-            meanings[without_dashes(flag)] = flag
+        for flag, value in re.findall(r"(--[\w-]+)( \[)?", self.format_usage()):
+            plain = without_dashes(flag)
+            meanings[plain] = flag
+            if value:  # it is optional, as that of a switch
+                meanings[f"no_{plain}"] = f"{flag}=False"
 
         kind = "flag" if word.startswith("-") else "word"
         name = word.partition("=")[0]

@@ -158,7 +158,7 @@ def resolve_precision(name: str, device: torch.device) -> tuple[str, str]:
     """Choose the precision; return it and, for `auto`, why.
 
     `auto` is bf16 where the hardware has it, else fp32. It is never fp8, until a GPU has shown that
-    fp8 pays (bench.py prints the ratio). Raise UsageError for one that the GPU does not have.
+    fp8 pays. Raise UsageError for one that the GPU does not have.
     """
     if device.type == "cuda":
         if name == "fp8" and not has_fp8(device):
