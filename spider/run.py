@@ -159,7 +159,7 @@ def read_lines(path: Path) -> Iterator[dict]:
     with open(path, "rb") as file:
         for line in file:
             numbers = None
-            with suppress(ValueError):
+            with suppress(ValueError, RecursionError):
                 numbers = json.loads(line)
             if isinstance(numbers, dict) and "step" in numbers:
                 yield numbers
@@ -235,7 +235,7 @@ class StopSignals:
     The second signal ends the process at once, or does what the caller's handler does. Within
     COPY_SECONDS of the first signal it is ignored as a copy: torchrun and `timeout` repeat a signal
     that was sent to all processes, a closed terminal sends SIGHUP twice, systemd and Slurm send two
-    kinds. SIGHUP stays ignored if it was, as under nohup.
+    kinds. SIGHUP and SIGUSR1 stay ignored if they were, as under nohup.
 
     Only the main thread can handle signals: a run in another thread says so, and does not.
 
@@ -256,7 +256,8 @@ class StopSignals:
             return self
         for number in STOPS:
             handler = signal.getsignal(number)
-            if number != signal.SIGHUP or handler is not signal.SIG_IGN:
+            is_ignored = handler is signal.SIG_IGN and number in (signal.SIGHUP, signal.SIGUSR1)
+            if not is_ignored:
                 self.before[number] = handler
                 signal.signal(number, self._ask)
         return self
