@@ -11,8 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import train
-from conftest import ROOT, make_shards, run_flags
+from conftest import ROOT
 from spider import curves
 from spider.common import UsageError
 from spider.curves import draw_curves
@@ -119,17 +118,11 @@ def curves_are_drawn(monkeypatch):
 
 
 def test_a_run_draws_its_curves_at_its_end_and_never_fails_for_them(
-    tmp_path, monkeypatch, capsys, curves_are_drawn
+    tmp_path, monkeypatch, train_small, new_log, curves_are_drawn
 ):
-    shards = make_shards(tmp_path / "data")
-    directory = tmp_path / "run"
+    directory = train_small(steps=2)
     picture = directory / "curves.png"
-
-    def log_of_run(steps: int) -> str:
-        assert train.command_line(run_flags(shards, directory, steps=steps)) == 0
-        return capsys.readouterr().err
-
-    assert "could not draw" not in log_of_run(2)
+    assert "could not draw" not in new_log()
     assert picture.read_bytes().startswith(b"\x89PNG")
     picture.unlink()
     curves.write_curves(directory, signal.SIGTERM)
@@ -139,26 +132,19 @@ def test_a_run_draws_its_curves_at_its_end_and_never_fails_for_them(
     with monkeypatch.context() as patch:  # as if it were not installed
         for name in ("matplotlib", "matplotlib.figure"):
             patch.setitem(sys.modules, name, None)
-        assert "could not draw" not in log_of_run(3)
+        train_small(steps=3)
+    assert "could not draw" not in new_log()
     assert not picture.exists()
     picture.mkdir()
-    assert "could not draw curves.png" in log_of_run(4)
-
-
-@pytest.fixture
-def metrics(tmp_path) -> Path:
-    """A directory with the metrics of two steps."""
-    lines = [dict(step=step, bytes_seen=step, loss=step) for step in (1, 2)]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return tmp_path
+    train_small(steps=4)
+    assert "could not draw curves.png" in new_log()
 
 
 def test_runs_are_labelled_by_their_directories_or_as_the_command_says(
-    metrics, monkeypatch, tmp_path
+    trained, monkeypatch, in_tmp_path
 ):
-    monkeypatch.chdir(tmp_path)
     for name in ("a", "x=y"):
-        (tmp_path / name).symlink_to(metrics)
+        Path(name).symlink_to(trained)
     drawn = []
     monkeypatch.setattr(curves, "draw_curves", lambda out, labels, runs: drawn.append(labels))
     pytest.importorskip("matplotlib")
@@ -166,19 +152,19 @@ def test_runs_are_labelled_by_their_directories_or_as_the_command_says(
     assert drawn == [["a", "x=y", "mine"]]
 
 
-def test_a_command_without_runs_or_with_one_that_has_no_steps_is_refused(metrics):
+def test_a_command_without_runs_or_with_one_that_has_no_steps_is_refused(trained):
     pytest.importorskip("matplotlib")
-    for argv, error in (([], "usage"), ([str(metrics), "a=gone"], "gone: there is no")):
+    for argv, error in (([], "usage"), ([str(trained), "a=gone"], "gone: there is no")):
         with pytest.raises(UsageError, match=error):
             curves.main(["out.png", *argv])
 
 
 @pytest.mark.slow
-def test_the_backend_of_a_notebook_that_is_not_installed_does_not_matter(metrics):
+def test_the_backend_of_a_notebook_that_is_not_installed_does_not_matter(trained, tmp_path):
     """matplotlib reads the variable when it is imported, so this needs a process of its own."""
     pytest.importorskip("matplotlib")
-    out = metrics / "out.png"
-    argv = [sys.executable, "-m", "spider.curves", out, metrics, f"_漢={metrics}"]
+    out = tmp_path / "out.png"
+    argv = [sys.executable, "-m", "spider.curves", out, trained, f"_漢={trained}"]
     environ = os.environ | dict(MPLBACKEND="module://matplotlib_inline.backend_inline")
     done = subprocess.run(argv, cwd=ROOT, env=environ, text=True, capture_output=True)
     assert (done.returncode, done.stderr) == (0, "")
