@@ -123,11 +123,8 @@ PARSERS = {
         ("train.py --keep_best=1", "--keep_best: '1' is neither True nor False"),
         ("train.py --lr=--", "--lr: -- is not a value"),
         ("train.py --sample_prompt -x", "(one that begins with - as --NAME=VALUE)"),
-        ("sample.py a --num-samples=9", "use --samples"),
         ("data.py prepare a --output b", "use --out; see python data.py prepare --help"),
         ("data.py show --data_dir a", "use its path, without a flag"),
-        ("bench.py --batch_size 3", "use --micro_batch"),
-        ("bench.py --onlly machine", "the nearest is --only"),
     ),
 )
 def test_a_bad_command_line_names_what_to_give(command, remedy):
