@@ -23,7 +23,7 @@ import sample
 import spider_model
 from conftest import ROOT, final_state, metrics, refused
 from spider.common import LIMITS
-from spider.inference import count_characters, decoder_of, read_checkpoint
+from spider.inference import decoder_of, read_checkpoint
 from spider_model import Spider
 from tokenizer import BOS_ID, EOS_ID
 
@@ -70,19 +70,13 @@ def test_a_directory_stands_for_its_newest_intact_checkpoint(trained, tmp_path, 
     second = tmp_path / "spider-step2.pt"
     err = run_sample(capsys, tmp_path, "--prompt", "", "--bytes", "1").err
     assert f"{second}: the newest checkpoint in {tmp_path}, step 2\n" in err
-    model = decoder_of(read_checkpoint(str(tmp_path), Spider)[1], CPU, Spider)
-    assert torch.equal(
-        model.lm_head.weight, torch.load(second)["model_state_dict"]["lm_head.weight"]
-    )
 
 
-def test_a_loaded_model_logs_the_backend_that_auto_chooses(trained, monkeypatch, capsys):
+def test_the_backend_that_auto_chooses_is_logged(trained, monkeypatch, capsys):
     def resolve_backend(name, device, *_, **__):
         return "loop", f"{name} on {device}"
 
     monkeypatch.setattr(spider_model, "resolve_backend", resolve_backend)
-    model = decoder_of(read_checkpoint(str(trained), Spider)[1], CPU, Spider)
-    assert model.core.layers[0].moe.backend == "loop"
     assert "auto on cpu" in run_sample(capsys, trained, "--prompt", "a", "--bytes", "1").err
 
 
@@ -135,19 +129,21 @@ def test_a_closed_pipe_ends_it_silently_and_torch_dynamo_is_not_imported(trained
 
 def test_standard_input_is_continued_like_a_prompt(trained, tmp_path, monkeypatch, capsysbinary):
     argv = [str(trained), *"--bytes 4 --raw --seed 3".split()]
+    monkeypatch.setitem(LIMITS, "prompt", 4)
     stdin = os.dup(0)
     try:
-        for text, limit in ((b"abc\n", 4), (b"", 4), (b"a\xffb", 3), (b"abc", 2)):
+        for text in (b"abc\n", b"", b"a\xffb", b"too long"):
             (tmp_path / "stdin").write_bytes(text)
             with open(tmp_path / "stdin", "rb") as file:
                 os.dup2(file.fileno(), 0)
-            monkeypatch.setitem(LIMITS, "prompt", limit)
-            assert sample.main(argv) == (2 if limit < len(text) else 0)
+            status = sample.main(argv)
             written = capsysbinary.readouterr().out
-            if limit >= len(text):
-                assert sample.main([*argv, "--prompt", os.fsdecode(text)]) == 0
-                assert written == capsysbinary.readouterr().out
-                assert written.startswith(text) and len(written) > len(text)
+            if text == b"too long":
+                assert status == 2
+                continue
+            assert sample.main([*argv, "--prompt", os.fsdecode(text)]) == status == 0
+            assert written == capsysbinary.readouterr().out
+            assert written.startswith(text) and len(written) > len(text)
     finally:
         os.dup2(stdin, 0)
         os.close(stdin)
@@ -197,14 +193,10 @@ def test_each_sample_ends_at_its_own_stop_text_or_eos(trained, writes, capsys):
     assert len(taken) == 3  # until all have ended
 
 
-def test_no_echo_leaves_out_the_prompt_of_each_sample(trained, writes, capsysbinary):
-    argv = [str(trained), "--prompt", "prompt", "--no_echo"]
+def test_no_echo_leaves_out_the_prompt_of_each_sample(trained, writes, capsys):
     writes([[97, 98], [97, 98]])
-    assert sample.main([*argv, "--samples", "2"]) == 0
-    assert capsysbinary.readouterr().out == b"--- 1 of 2\naa\n--- 2 of 2\nbb\n"
-    writes(columns_of(b"\xa9\x1b"))
-    assert sample.main([*argv, "--raw"]) == 0
-    assert capsysbinary.readouterr().out == b"\xa9\x1b\n"
+    flags = "--prompt prompt --no_echo --samples 2".split()
+    assert run_sample(capsys, trained, *flags).out == "--- 1 of 2\naa\n--- 2 of 2\nbb\n"
 
 
 def test_a_better_checkpoint_than_the_newest_is_named(trained, tmp_path, capsys):
@@ -226,9 +218,6 @@ def test_a_better_checkpoint_than_the_newest_is_named(trained, tmp_path, capsys)
     assert "(the newest was not evaluated)" in lines()
     (tmp_path / "spider-step1.pt").unlink()
     assert "--best" not in lines()  # the best one was deleted
-    save(3, loss=1.25, best=1.25)
-    (tmp_path / "spider-step2.pt").write_text("not opened, so no warning")
-    assert "skipped" not in lines()
 
 
 def test_ctrl_c_ends_a_dialogue_at_its_prompt(trained):
@@ -280,7 +269,7 @@ def test_ctrl_c_ends_a_sample_with_status_130(trained, monkeypatch, capsys):
 def test_a_prepared_directory_has_the_val_bpb_of_training(trained, figures):
     data = trained.parent / "data"
     val_bpb = metrics(trained)[-1]["val_bpb"]
-    for flags, tolerance in (("", 1e-12), ("--batch 1", 1e-5), ("--batch 4", 1e-5)):
+    for flags, tolerance in (("", 1e-12), ("--batch 4", 1e-5)):
         (found,) = figures(trained, "--eval", data, *flags.split())
         assert found.pop("bits_per_byte") == pytest.approx(val_bpb, rel=tolerance)
         assert found.pop("bits_per_character") == pytest.approx(val_bpb, rel=tolerance)
@@ -349,8 +338,9 @@ def test_a_table_has_a_row_per_checkpoint_text_and_number_of_loops(
 
 @pytest.mark.parametrize("flags", ("", "--adapt"))
 def test_bits_per_character_divide_by_code_points_and_bytes_that_are_not_utf8(
-    trained, tmp_path, figures, flags
+    trained, tmp_path, figures, monkeypatch, flags
 ):
+    monkeypatch.setattr(sample, "COUNTED", 2)  # ids: a character lies in two pieces or three
     documents = ("aé漢🕸".encode(), b"\xff\xe6\xbc", "漢".encode()[:1], "漢字".encode())
     characters = 4 + 3 + 1 + 2
     data = tmp_path / "data"
@@ -366,13 +356,6 @@ def test_bits_per_character_divide_by_code_points_and_bytes_that_are_not_utf8(
     for found in (file, directory):
         bits = found["bits_per_byte"] * found["bytes"]
         assert found["bits_per_character"] * found["characters"] == pytest.approx(bits)
-
-
-def test_characters_are_counted_across_pieces():
-    ids = np.frombuffer("aé漢🕸".encode(), np.uint8)
-    for size in range(1, 6):
-        pieces = [ids[i : i + size] for i in range(0, len(ids), size)]
-        assert count_characters(pieces, special=True) == 4
 
 
 # --------------------------------------------------------------------------------------------------
@@ -398,25 +381,21 @@ def files(trained, tmp_path, monkeypatch) -> Path:
     "argv, remedy",
     (
         # flags
-        ("run --show abc --json out", "--json needs --eval"),
+        ("run --num-samples=9", "use --samples"),
         ("run --eval a.txt --html out", "--html needs --show"),
         ("run --adapt", "--adapt needs --eval"),
         ("run --eval a.txt --samples 3", "--samples cannot be used with --eval"),
-        ("run --show abc --prompt x", "--prompt cannot be used with --show"),
-        ("run --export new --raw", "--raw cannot be used with --export"),
         ("run --export new --n_loops 2", "--n_loops and --device cannot be used with --export"),
         ("run --eval a.txt --adapt --seq_len 64", "--batch cannot be used with --adapt"),
         ("run b --prompt a", "only --eval takes several checkpoints"),
         ("run --prompt a --n_loops 1,2", "several checkpoints or numbers of loops"),
         ("run --stop=", "--stop: an empty text would end every sample"),
-        ("run --eval a.txt --seq_len 4e18", "--seq_len: '4e18' is not a whole number from 2"),
         ("run --n_loops 4097", "--n_loops: '4097' is not a whole number from 1"),
         ("run --top_p 0", "--top_p: '0' is not a number above 0, at most 1"),
         # checkpoints
         ("", "checkpoints: no such file or directory: name another, or train first"),
         ("text.pt", "text.pt is not a checkpoint"),
         ("empty", "empty: there is no checkpoint in it: name another"),
-        ("gone\x1b[2J", "gone\\x1b[2J: no such file or directory"),
         ("run/spider-step3.pt --best", "is not a directory of checkpoints"),
         # texts, and files to write
         ("run --eval gone.txt", "gone.txt: No such file"),
@@ -427,7 +406,6 @@ def files(trained, tmp_path, monkeypatch) -> Path:
         ("run --eval odd.bin", "odd.bin"),
         ("run --eval a.txt.gz", "prepare it first, by python data.py prepare a.txt.gz"),
         ("none --eval a.txt --json no/out", "no/out: No such file"),
-        ("none --eval a.txt --json empty", "not a regular file: use another name"),
         ("run --export empty.txt", "exists and is not an empty directory: use another name"),
     ),
 )
