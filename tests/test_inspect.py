@@ -18,7 +18,7 @@ import pytest
 import torch
 
 import sample
-from conftest import awake, make_shards, metrics, run, small_config
+from conftest import awake, metrics, small_config
 from spider import inspect
 from spider.common import DataError
 from spider_model import Spider
@@ -161,9 +161,11 @@ def test_recorded_gates_are_those_that_the_model_multiplies_by(monkeypatch):
     engram = type(model.core.layers[1].engram)
     monkeypatch.setattr(engram, "gate", lambda self, h, key: h.new_full((len(h), 1), 0.25))
     model.engram_output.gate.weight.data.zero_()
-    record = inspect.read(model, text_of(40), 2).record
-    assert {gate for row in record.rows.values() for gate in row[0].tolist()} == {0.5}
-    assert {value for gates in record.gates.values() for value in gates.values()} == {0.25}
+    rows = inspect.gate_rows(inspect.read(model, text_of(40), 2))
+    levels = {row["name"]: row["levels"] for row in rows if row["shades"] == "gates"}
+    for loop in (1, 2):
+        assert {*levels.pop(f"layer 2, loop {loop}")} == {"2", " "}  # not of the last segment
+    assert {*"".join(levels.values())} == {"4"}
 
 
 def test_halted_segments_are_told_apart_where_they_stay_in_the_products_as_on_a_gpu():
@@ -244,7 +246,6 @@ def test_a_character_of_several_bytes_is_one_and_a_long_text_is_cut_between_two(
         {},
         NO_CORE,
         dict(n_routed_experts=0, act=False),
-        dict(engram_byte_contexts=()),
         dict(engram_layers=(), engram_match_contexts=("24", "word2", "above")),
     ),
     ids=str,
@@ -259,9 +260,7 @@ def test_a_page_shows_whatever_the_model_has(changes, show):
     assert ("segments, " in printed) == bool(data["loops"]) == has_core
     assert bool(data["load"]) == (has_core and model.config.n_routed_experts > 0)
     assert ("layer 2, loop 1" in rows) == bool(model.config.engram_layers)
-    assert ("1, learned" in rows) == bool(model.config.engram_byte_contexts)
     assert "24, in the text" in rows
-    assert ("word2, in the text" in rows) == ("word2" in model.config.engram_match_contexts)
     assert {len(levels) for levels in rows.values()} == {len(text)} == {len(data["ends"])}
 
 
@@ -278,13 +277,7 @@ def test_a_page_has_votes_in_nats_and_gates_of_matches_only_without_tables(table
     shades = {name: row["shades"] for name, row in rows.items()}
     assert shades["3, its vote"] == shades["word1, its vote"] == "votes"
     assert shades["layer 2, loop 1"] == "gates"
-    assert ("3, in the text" in rows) == (tables == ())
-
-
-def test_levels_are_digits_and_a_space_for_nan():
-    values = torch.tensor([-0.1, 0.0, 0.25, math.nan, 9.0])
-    assert inspect.levels_of(values, inspect.VOTES) == "012 7"
-    assert inspect.shade(0.5) == ";38;5;255;48;5;53"  # of half a bit to one
+    assert ("3, in the text" in rows) == ("1, learned" not in rows) == (tables == ())
 
 
 def test_a_page_has_all_data_as_text_and_loads_nothing(tmp_path, show):
@@ -360,10 +353,10 @@ def test_a_browser_draws_the_page_and_runs_nothing_from_the_text(act, tmp_path, 
 
 
 def test_show_prints_a_text_and_writes_the_page_beside_the_checkpoint(
-    tmp_path, monkeypatch, capsys
+    trained, tmp_path, monkeypatch, capsys
 ):
     monkeypatch.chdir(tmp_path)
-    directory = run(tmp_path, make_shards(tmp_path / "data"), steps=3)
+    directory = shutil.copytree(trained, tmp_path / "run")
     argv = [str(directory), "--show", "abc def", "--n_loops", "1"]
     assert sample.main(argv) == 0
     out = capsys.readouterr().out
@@ -379,5 +372,5 @@ def test_show_prints_a_text_and_writes_the_page_beside_the_checkpoint(
     ]
     assert sample.main([*argv, "--html", "out.html"]) == 0
     assert Path("out.html").read_text() == page
-    assert sample.main([*argv, "--html", "data"]) == 2
+    assert sample.main([*argv, "--html", "run"]) == 2
     assert "use --html to write the page elsewhere" in capsys.readouterr().err
