@@ -20,7 +20,6 @@ from spider.inference import (
     model_of,
     read_checkpoint,
 )
-from spider.memory import EngramTable
 from spider.scoring import Totals
 from spider_model import Spider
 from tokenizer import BOS_ID, EOS_ID, PAD_ID
@@ -69,16 +68,6 @@ def tables(adaptation: Adaptation) -> list[list[torch.Tensor]]:
     ]
 
 
-def learned(adaptation: Adaptation) -> list:
-    """Return copies of all that adaptation changes: tables, other weights, and their moments."""
-    (group,) = adaptation.adamw.param_groups
-    found: list = tables(adaptation)
-    for p in group["params"]:
-        moments = adaptation.adamw.state.get(p, {}).values()
-        found.append([part.clone() for part in (p.detach(), *moments)])
-    return found
-
-
 def test_chunks_count_each_label_once_behind_up_to_1024_bytes():
     assert [*chunks(2500)] == [(0, 1024, 0), (0, 2048, 1024), (1024, 2499, 1024)]
 
@@ -92,24 +81,6 @@ def test_first_chunk_is_scored_by_the_checkpoint_and_later_ones_better(checkpoin
     totals = read(adaptation_of(checkpoint), ids)
     assert totals.targets == len(ids) - 1
     assert totals.nats < nats(plain, ids) - 1
-
-
-def test_later_bytes_change_no_score_of_earlier_ones(checkpoint):
-    scores = []
-    for last in (ord("a"), ord("z")):
-        ids = text(2 * CHUNK + 100)
-        ids[2 * CHUNK + 1 :] = last
-        adaptation = adaptation_of(checkpoint)
-        learn = adaptation.learn
-
-        def learn_and_note(ids, labels, learn=learn):
-            reading = learn(ids, labels)
-            scores.append(reading.nats.item())
-            return reading
-
-        adaptation.learn = learn_and_note
-        read(adaptation, ids)
-    assert scores[:2] == scores[3:5] and scores[2] != scores[5]
 
 
 def test_a_step_is_that_of_training_for_tables_and_adamw_for_other_weights(checkpoint):
@@ -151,17 +122,15 @@ def test_special_ids_are_context_alone_and_no_gradient_is_left(checkpoint):
     ids = text(300)
     ids[1:200] = EOS_ID + 1 + ids[1:200] % 13  # sentinels, which end no document
     adaptation = adaptation_of(checkpoint)
-    before = learned(adaptation)
     buffers = {name: value.clone() for name, value in adaptation.model.named_buffers()}
     assert read(adaptation, ids[:200]).targets == 0
-    assert_same(before, learned(adaptation))  # nothing was learned from them
+    assert not adaptation.adamw.state  # no step was taken
 
     totals = read(adaptation, ids)
     assert totals.targets == 100
     assert totals.nats == pytest.approx(nats(plain_model(checkpoint), ids, context=199), rel=1e-6)
     assert all(p.grad is None for p in adaptation.model.parameters())
     assert_same(dict(adaptation.model.named_buffers()), buffers)
-    assert_same(before, learned(adaptation_of(checkpoint)))  # the checkpoint itself is unchanged
 
 
 def test_adaptation_needs_tables_and_their_accumulators(checkpoint):
@@ -169,12 +138,6 @@ def test_adaptation_needs_tables_and_their_accumulators(checkpoint):
     for change in (dict(optimizer_state_dict={}), dict(bytes_seen=0), dict(step=0)):
         with pytest.raises(CheckpointError, match="an export has no optimizer state"):
             Adaptation(model, checkpoint | change, n_loops=2)
-    for module in list(model.modules()):
-        for name, child in list(module.named_children()):
-            if isinstance(child, EngramTable):
-                setattr(module, name, torch.nn.Identity())
-    with pytest.raises(CheckpointError, match="needs a model with Engram tables"):
-        Adaptation(model, checkpoint, n_loops=2)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -211,7 +174,6 @@ def test_prepared_data_is_scored_by_the_targets_of_training(trained, tmp_path, f
     for flags in ((), ("--adapt",)):
         (found,) = figures(trained, "--eval", padded, *flags)
         assert found["bytes"] == found["characters"] == 200
-    for tokens in (64, 1):
-        other = run(tmp_path, data, "--eval_tokens", str(tokens), steps=1, ckpt=str(tokens))
-        (found,) = figures(other, "--eval", data, "--adapt")
-        assert found["bytes"] == tokens
+    other = run(tmp_path, data, "--eval_tokens 64", steps=1)
+    (found,) = figures(other, "--eval", data, "--adapt")
+    assert found["bytes"] == 64

@@ -104,11 +104,6 @@ def test_input_follows_a_stop_text_directly(model, dialogue, typed):
     assert second == expected
 
 
-def test_bytes_that_only_begin_a_stop_text_are_printed_at_the_end_of_a_turn(model, dialogue):
-    answer = greedy(model, b"ab")
-    assert dialogue(model, ["ab"], (answer[-2:] + b"!",)) == [answer]
-
-
 def test_input_after_eos_begins_another_document(model, dialogue, monkeypatch):
     fed = []
     read = Sampler.read
