@@ -153,11 +153,6 @@ def test_flags_are_given_as_a_list_whose_numbers_are_words(monkeypatch):
     assert sample.parse_args(["--seed", 3]).seed == 3
 
 
-def test_a_word_after_a_switch_is_a_checkpoint_and_values_may_begin_with_dashes():
-    args = sample.parse_args(["--raw", "a", "--prompt", "-- -x"])
-    assert (args.raw, args.checkpoint, args.prompt) == (True, ["a"], "-- -x")
-
-
 OLD_PYTHON = """
 import runpy, sys
 sys.version_info = (3, 10)
@@ -244,13 +239,6 @@ def test_two_writers_of_a_durable_file_at_once_leave_a_whole_one(tmp_path, order
     assert os.listdir(tmp_path) == ["c"]
 
 
-def test_durable_file_that_cannot_be_opened_is_named_as_the_user_does(tmp_path):
-    path = tmp_path / "none" / "a"
-    with pytest.raises(FileNotFoundError) as fault, durable(path):
-        pass
-    assert fault.value.filename == str(path)
-
-
 NEW = "PYTORCH_ALLOC_CONF"
 OLD = "PYTORCH_CUDA_ALLOC_CONF"
 
@@ -262,7 +250,6 @@ OLD = "PYTORCH_CUDA_ALLOC_CONF"
         ("6.8.0-45-generic", {NEW: "x"}, {NEW: "x"}),
         ("6.8.0-45-generic", {OLD: "x"}, {OLD: "x"}),
         ("6.18.33.2-microsoft-standard-WSL2", {}, {}),
-        ("4.4.0-19041-Microsoft", {}, {}),
     ),
 )
 def test_allocator_extends_segments_unless_the_user_chose_or_wsls_drivers_refuse(
@@ -291,11 +278,10 @@ def test_lock_excludes_others_and_leaves_no_file(tmp_path):
         assert os.listdir(tmp_path) == []
 
 
-@pytest.mark.parametrize("number", (errno.ENOLCK, errno.ENOSYS))
 def test_file_system_without_locks_is_noted_and_nothing_stays_that_could_block_the_next_run(
-    tmp_path, monkeypatch, capsys, number
+    tmp_path, monkeypatch, capsys
 ):
-    monkeypatch.setattr(fcntl, "flock", raises(OSError(number, os.strerror(number))))
+    monkeypatch.setattr(fcntl, "flock", raises(OSError(errno.ENOSYS, "Function not implemented")))
     with locked(tmp_path):
         assert "cannot be locked" in capsys.readouterr().err
         (tmp_path / ".lock").write_bytes(b"")  # as that of a killed process
@@ -304,18 +290,7 @@ def test_file_system_without_locks_is_noted_and_nothing_stays_that_could_block_t
     assert os.listdir(tmp_path) == []
 
 
-@pytest.mark.parametrize("name", ("linked", "blocked"))
-def test_lock_follows_no_link_and_a_file_that_cannot_be_opened_is_one_line(tmp_path, capsys, name):
-    (tmp_path / "victim").write_text("x")
-    (tmp_path / "linked").mkdir()
-    (tmp_path / "linked" / ".lock").symlink_to(tmp_path / "victim")
-    (tmp_path / "blocked" / ".lock").mkdir(parents=True)
-
-    def work():
-        with locked(tmp_path / name):
-            pass
-
-    assert run_program(work, "x.py") == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"x.py: error: {tmp_path}/{name}")
-    assert (tmp_path / "victim").read_text() == "x"
+def test_lock_that_cannot_be_opened_is_an_error_that_names_it(tmp_path):
+    (tmp_path / ".lock").mkdir()
+    with pytest.raises(OSError, match=f"{tmp_path}/.lock"), locked(tmp_path):
+        pass
