@@ -34,17 +34,10 @@ def anchors(page) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-class Output(StringIO):
-    """Standard output whose encoding may be set, as the scripts do."""
-
-    def reconfigure(self, **settings):
-        pass
-
-
 @cache
 def flags_of(script: str, command: str = "") -> set[str]:
     """Return the flags in the help of a script, or of one of its commands."""
-    out = Output()
+    out = StringIO()
     with contextlib.redirect_stdout(out), contextlib.suppress(SystemExit):
         getattr(importlib.import_module(script), ENTRIES[script])(
             [*([command] if command else []), "--help"]
