@@ -10,7 +10,7 @@ import pytest
 
 import train
 from conftest import ROOT, SMALL, contents, has_fp8, metrics, refused, run_flags, run_python
-from jobs import command, forked
+from jobs import command
 from spider import machine
 from spider.checkpoint import find_checkpoints
 
@@ -103,7 +103,7 @@ LOGGED = (
 )
 
 
-def test_smoke_run_learns_and_leaves_a_checkpoint_and_metrics(tmp_path, processes):
+def test_smoke_run_learns_and_leaves_a_checkpoint_and_metrics(tmp_path):
     argv = "--mock_data --max_steps 20 --seq_len 128 --micro_batch 2 --eval_tokens 4096".split()
     done = command(*argv, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -123,10 +123,6 @@ def test_smoke_run_learns_and_leaves_a_checkpoint_and_metrics(tmp_path, processe
     assert sorted(times) == times and times[0] > 1.7e9
     assert "val_bpb" in lines[-1]
     assert lines[-1]["loss"] < lines[0]["loss"] - 0.5
-
-    status, log = forked(processes, tmp_path, *argv)
-    assert status == 0 and "done: step 20" in log
-    assert "| loss" not in log  # nothing was left to do
 
 
 @pytest.mark.slow
@@ -157,12 +153,6 @@ def test_the_originals_fp8_commands_train_on_a_gpu(tmp_path, flags):
     assert last["loss"] < first["loss"]
 
 
-def test_checkpoints_cannot_be_saved_in_a_file(tmp_path, capsys):
-    (tmp_path / "file").touch()
-    argv = ["--mock_data", "--ckpt_dir", tmp_path / "file"]
-    assert f"{tmp_path}/file" in refused(argv, capsys)
-
-
 # --------------------------------------------------------------------------------------------------
 # The dry run
 
@@ -188,11 +178,9 @@ def test_dry_run_of_the_1b_model_prints_everything_and_takes_little_memory(tmp_p
     flags = "--model=1b --dry_run --mock_data --device=cpu --precision=fp8"
     done = run_python(code, *flags.split(), cwd=tmp_path)
     assert machine.peak_memory(train.torch.device("cpu")) > ballast.nbytes / 1e9
-    *_, run_line, verdict, peak = done.stdout.splitlines()
+    *_, verdict, peak = done.stdout.splitlines()
     assert verdict.startswith("verdict: "), done.stderr
     assert done.returncode == verdict.startswith("verdict: NOT ENOUGH")
-    assert run_line.startswith("run: ")
-    assert ", at least " in run_line and "no step was timed" in run_line
     assert [words for words in PRINTED if words not in done.stdout] == []
     assert float(peak) < 0.8
     assert not list(tmp_path.iterdir())
