@@ -51,7 +51,6 @@ def test_variables_of_the_original_set_their_flags():
         ("--compile", "compile", "on"),
         ("--no_gradient_checkpointing", "recompute", "nothing"),
         ("--no-engram_reset", "engram_reset", False),
-        ("--keep_best=True", "keep_best", True),
         ("--mock_data=false", "mock_data", False),
         ("--compile=true", "compile", "on"),
         ("--keep_best", "keep_best", True),
@@ -163,7 +162,6 @@ def test_a_flag_that_a_checkpoint_records_has_a_golden_value():
         ("[x]\nbatch_size = 1", "unknown flag --batch_size: use --micro_batch"),
         ("lr = 2000", "argument --lr: '2000' is not a number"),
         ('mock_data = "yes"', "--mock_data"),
-        ("lr = 0x" + "f" * 6000, "4300 digits"),
         ("#" * 16_385, "longer than 16,384 bytes"),
         ("a = " + "[" * 100_000, ""),
         (b"\xff", ""),
@@ -224,18 +222,12 @@ EXTREMES = "1e300 1e18 4611686018427387903 1000 1 1e-46 5e-324 -0.0 0".split()
 # or a large run
 LONG = {"seq_len", "micro_batch", "grad_accum", "global_batch", "max_steps", "n_loops", "minutes"}
 TEXTS = {"data_dir", "ckpt_dir", "resume", "config", "set", "sample_prompt", "run"}
-QUICK = {"lr"}
+NUMBERS = {name for name, spec in SPECS.items() if spec["metavar"]} - LONG - TEXTS
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ("muon", "adamw"))
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=() if name in QUICK else pytest.mark.slow)
-        for name, spec in SPECS.items()
-        if spec["metavar"] and name not in LONG | TEXTS
-    ],
-)
+@pytest.mark.parametrize("name", sorted(NUMBERS))
 def test_the_extremes_of_a_number_give_a_run_or_one_line(tmp_path, shards, capsys, name, optimizer):
     taken = []
     for text in EXTREMES:
