@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+import conftest
 from conftest import assert_same, lookups_of, metrics, run, tables_of, weights_of
 from preparing import stream
 from spider.common import CheckpointError
@@ -38,11 +39,9 @@ def adaptation_of(saved: dict) -> Adaptation:
     return Adaptation(plain_model(saved), saved, n_loops=2)
 
 
-def text(length: int, seed: int = 0) -> torch.Tensor:
-    """BOS and words of few letters, int64 [length]."""
-    letters = torch.tensor(list(b"abcdef gh"))
-    generator = torch.Generator().manual_seed(seed)
-    ids = letters[torch.randint(len(letters), (length,), generator=generator)]
+def text(length: int) -> torch.Tensor:
+    """BOS and random bytes, int64 [length]."""
+    ids = conftest.text(1, length)[0]
     ids[0] = BOS_ID
     return ids
 
