@@ -57,10 +57,6 @@ def test_the_log_leaves_what_minutes_chose_out_of_the_recipes_values():
 # Steps
 
 
-def logged_steps(log: str) -> list[int]:
-    return [int(step) for step in re.findall(r"step (\d+)/\d+ .*\| loss ", log)]
-
-
 def test_by_default_a_run_logs_about_a_hundred_lines_and_one_a_minute(
     tmp_path, shards, monkeypatch, new_log
 ):
@@ -68,7 +64,7 @@ def test_by_default_a_run_logs_about_a_hundred_lines_and_one_a_minute(
         argv = run_flags(shards, tmp_path / "run", "--eval_every 0", steps=steps)
         at = argv.index("--log_every")
         assert train.command_line(argv[:at] + argv[at + 2 :]) == 0
-        return logged_steps(new_log())
+        return [int(step) for step in re.findall(r"step (\d+)/\d+ .*\| loss ", new_log())]
 
     assert (log.LOG_LINES, log.LOG_SECONDS) == (100, 60)
     monkeypatch.setattr(log, "LOG_LINES", 6)
