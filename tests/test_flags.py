@@ -63,7 +63,7 @@ def test_a_short_form_sets_its_flag(word, flag, value):
     assert getattr(command.flags, flag) == value and command.given == {flag}
 
 
-def test_a_flag_beats_the_environment_that_the_file_that_the_default(tmp_path):
+def test_precedence_is_flag_then_environment_then_config_file_then_default(tmp_path):
     file = tmp_path / "a.toml"
     file.write_text("lr = 0.5\nmicro_batch = 3\n[optimizer]\nmin_lr_fraction = 0.3\n")
     environ = dict(SEQ_LEN="64", LR="9", MICRO_BATCH="5", N_LOOPS="")
@@ -75,7 +75,7 @@ def test_a_flag_beats_the_environment_that_the_file_that_the_default(tmp_path):
     assert command.inherited["--config"] == dict(min_lr_fraction=0.3)
 
 
-def test_an_alternative_drops_those_of_less_precedence(tmp_path):
+def test_an_alternative_flag_drops_those_of_lower_precedence(tmp_path):
     file = tmp_path / "a.toml"
     file.write_text("target_tokens = 5\nglobal_batch = 64\nmock_data = true\n")
     command = parsed("--config", file, "--minutes", 7, "--grad_accum", 2, "--data_dir", "d")
@@ -97,7 +97,7 @@ def test_an_alternative_drops_those_of_less_precedence(tmp_path):
         ("--mock_data --ckpt_dir mine", "mine"),
     ),
 )
-def test_runs_of_other_origins_have_directories_of_their_own(argv, directory):
+def test_resume_keeps_the_default_ckpt_dir_and_mock_data_a_given_one(argv, directory):
     assert parsed(*argv.split()).flags.ckpt_dir == directory
 
 

@@ -63,7 +63,7 @@ TRAINING = OF_TRAIN | {
 
 
 @pytest.mark.parametrize("module", [*sorted(PACKAGE.keys() - OF_TRAIN), "spider_model", "tile_moe"])
-def test_no_module_with_a_generic_name_is_imported_by_those_that_work_beside_others(module):
+def test_modules_that_are_used_without_the_trainer_import_no_script(module):
     allowed = {"tile_moe"} if module == "spider_model" else set()
     if module in ABOVE_THE_MODEL:
         allowed.add("spider_model")

@@ -22,7 +22,7 @@ SM_75_ON = ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120"]  # PyTorch 2
         ("13.0", 13010, ("supports CUDA 13.1: look at nvidia-smi and CUDA_VISIBLE_DEVICES",)),
     ),
 )
-def test_a_driver_without_a_visible_gpu_is_told_with_both_versions(made_for, driver, fragments):
+def test_a_driver_without_a_visible_gpu_is_reported_with_both_versions(made_for, driver, fragments):
     line = machine.why_no_gpu(made_for, driver)
     assert (line is None) == (fragments is None)
     for fragment in fragments or ():
@@ -60,7 +60,7 @@ def test_a_gpu_without_code_is_refused_before_anything_runs_on_it(monkeypatch):
     assert machine.resolve_device("auto").type == "cuda"
 
 
-def test_a_gpu_that_an_old_driver_hides_is_asked_for_in_vain_with_the_remedy(monkeypatch):
+def test_a_driver_too_old_for_torch_is_refused_with_the_remedy(monkeypatch):
     monkeypatch.setattr("torch.version.cuda", "13.0")
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     monkeypatch.setattr(machine, "cuda_of_driver", lambda: 12040)
@@ -78,9 +78,7 @@ def test_a_gpu_that_an_old_driver_hides_is_asked_for_in_vain_with_the_remedy(mon
         ("torch.backends.mps.is_available", "cpu", "Apple's GPU (MPS) is not used"),
     ),
 )
-def test_the_log_says_what_of_a_gpu_is_untried_or_unused(
-    monkeypatch, new_log, present, device, line
-):
+def test_a_gpu_that_is_untried_or_unused_is_logged(monkeypatch, new_log, present, device, line):
     monkeypatch.setattr("torch.version.cuda", None)
     monkeypatch.setattr("torch.cuda.is_available", lambda: device == "cuda")
     monkeypatch.setattr(present, lambda: 12040)
@@ -121,12 +119,12 @@ def test_a_run_leaves_the_callers_handlers_and_the_next_one_is_not_deterministic
     assert lines == ["once\n"] and new_log().count("once") == 1
 
 
-def test_what_is_free_of_a_gpu_is_not_all_that_it_has(monkeypatch):
+def test_free_memory_of_a_gpu_leaves_out_what_is_in_use(monkeypatch):
     monkeypatch.setattr("torch.cuda.mem_get_info", lambda _: (3, 5))
     assert machine.free_memory(torch.device("cuda")) == 3
 
 
-def test_a_full_host_is_told_as_such():
+def test_cuda_without_host_memory_to_lock_is_reported_as_a_lack_of_host_memory():
     full = pytest.raises(TooLarge, match="host memory")
     with full, machine.memory_advice("lower --micro_batch"):
         raise RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be ...")
