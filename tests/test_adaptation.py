@@ -155,8 +155,6 @@ def test_eval_adapts_to_each_text_from_the_checkpoints_weights(trained, tmp_path
     second.write_text('{"text": "' + "hgfedcba " * 300 + '"}\n{"text": "dcba"}')
     plain = figures(trained, "--eval", first, second)
     adapted = figures(trained, "--eval", first, second, "--adapt")
-    for entries in (plain, adapted):
-        assert [entry["bytes"] for entry in entries] == [1800, 2704]
     for one, other in zip(plain, adapted, strict=True):
         assert not one["adapt"] and other["adapt"]
         assert other["bits_per_byte"] < one["bits_per_byte"] - 0.1

@@ -188,10 +188,7 @@ def test_dry_run_of_the_1b_model_prints_everything_and_takes_little_memory(tmp_p
 
 def test_dry_run_finds_what_a_run_would_find_and_changes_no_run(tmp_path, shards, trained, capsys):
     before = contents(trained)
-    for flag, expected in (
-        ("--reset_steps", "--ckpt_dir"),
-        ("--set hidden_size=64", "hidden_size is 32, not 64"),
-    ):
-        assert expected in refused(run_flags(shards, trained, "--dry_run", flag), capsys)
+    argv = run_flags(shards, trained, "--dry_run", "--set hidden_size=64")
+    assert "hidden_size is 32, not 64" in refused(argv, capsys)
     assert train.command_line(run_flags(shards, trained, "--dry_run")) == 0
     assert contents(trained) == before

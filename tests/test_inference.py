@@ -5,7 +5,6 @@ import io
 import os
 import signal
 import sys
-from dataclasses import asdict
 
 import pytest
 import torch
@@ -14,7 +13,7 @@ import sample
 from conftest import awake, small_config
 from preparing import stream
 from spider.decode import forbid_repeats
-from spider.inference import Sampler, converse, decoder_of, windows
+from spider.inference import Sampler, converse, decoder_of, read_checkpoint, windows
 from spider_model import Spider
 from tokenizer import BOS_ID, EOS_ID
 
@@ -52,9 +51,9 @@ def dialogue(monkeypatch, capsysbinary):
     return hold
 
 
-def test_a_cpu_with_bf16_decodes_in_fp32(model, monkeypatch):
+def test_a_cpu_with_bf16_decodes_in_fp32(trained, monkeypatch):
     monkeypatch.setattr("spider.inference.multiplies_bf16", lambda _: True)
-    saved = dict(cfg=asdict(model.config), model_state_dict=model.state_dict())
+    _, saved = read_checkpoint(str(trained), Spider)
     assert decoder_of(saved, torch.device("cpu"), Spider).compute_dtype == torch.float32
 
 

@@ -70,7 +70,6 @@ def test_the_wheel_holds_the_package_and_the_scripts_and_nothing_else(site):
         if path.is_file() and "__pycache__" not in path.parts
     }
     assert {name for name in found if ".dist-info/" not in name} == package | SCRIPTS
-    assert any(name.endswith("/licenses/LICENSE") for name in found)
     assert (site / f"spider_trainer-{spider.__version__}.dist-info").is_dir()
 
 
