@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -102,22 +103,19 @@ def test_cells_of_csv_are_read_unchanged_and_bad_rows_are_counted(rows, texts, s
 BYTES = [b'{"text": "in"}', b'"q"', b" \n", b"", b"\xef\xbb\xbfa", b"\xff"]
 
 
-@pytest.mark.parametrize("name", ("a.parquet", "a.arrow"))
 @pytest.mark.parametrize(
     "cells, texts, fault",
     (
         (BYTES, BYTES, ""),
-        (["a", None], [b"a"], "skipped 1 without a text in 'text': it is None (first: {}:2)"),
+        (["a", None], [b"a"], "skipped 1 without a text in 'text': it is None (first: a.arrow:2)"),
         ([{"text": "in"}], [], "1 without a text in 'text': it is {'text': 'in'}"),
     ),
 )
-def test_binary_cell_is_its_bytes_and_one_of_another_type_is_skipped(
-    capsys, name, cells, texts, fault
-):
-    write_table(datasets.Dataset.from_dict(dict(text=cells)), Path(name))
-    run_data(f"prepare {name} --val_fraction 0 --out o")
+def test_binary_cell_is_its_bytes_and_one_of_another_type_is_skipped(capsys, cells, texts, fault):
+    write_table(datasets.Dataset.from_dict(dict(text=cells)), Path("a.arrow"))
+    run_data("prepare a.arrow --val_fraction 0 --out o")
     assert documents("o", "train") == texts
-    assert fault.replace("{}", name) in capsys.readouterr().err
+    assert fault in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -127,7 +125,6 @@ def test_binary_cell_is_its_bytes_and_one_of_another_type_is_skipped(
         ("a.csv --field body", "without a text in 'body': it has id, text: --field NAME"),
         ("quote.csv", "line 3: unexpected end of data"),
         ("long.csv", "field larger than field limit (2000)"),
-        ("cut.parquet", "magic bytes"),
         ("cut.arrow", "Expected to be able to read"),
         ("offset.arrow", "non-monotonic offset"),
         ("twice.arrow", "nothing is read after the end of its first stream"),
@@ -136,9 +133,9 @@ def test_binary_cell_is_its_bytes_and_one_of_another_type_is_skipped(
 )
 def test_table_that_cannot_be_read_is_named(monkeypatch, table, capsys, arguments, message):
     monkeypatch.setitem(common.LIMITS, "record", 2000)
-    for name in ("a.csv", "a.parquet", "a.arrow"):
+    for name in ("a.csv", "a.parquet", "cut.arrow"):
         write_table(table, Path(name))
-        Path(name.replace("a.", "cut.")).write_bytes(Path(name).read_bytes()[:-4000])
+    os.truncate("cut.arrow", 4000)
     Path("quote.csv").write_bytes(b'id,text\n1,"a\n2,b\n')
     Path("long.csv").write_bytes(b'id,text\n1,"' + b"x\n" * 3000)
     offsets = pyarrow.array([0, 9, 2], pyarrow.int32()).buffers()[1]

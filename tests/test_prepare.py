@@ -7,7 +7,6 @@ import os
 import random
 import shutil
 import signal
-import subprocess
 import sys
 from codecs import BOM_UTF8, BOM_UTF16_LE
 from concurrent.futures import ThreadPoolExecutor
@@ -15,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from conftest import ROOT, contents, measured, run_python
+from conftest import contents, measured, run_python
 from data import open_data
 from preparing import documents, error_line, joined, metadata, prepare, run_data, write_shard
 from spider import common, inputs
@@ -462,16 +461,11 @@ def test_prepare_takes_little_memory_and_does_not_import_torch(tmp_path):
     assert peak < 160_000  # kB: the limit of a line, twice, and Python
 
 
-def test_ctrl_c_leaves_nothing_and_ends_with_status_130(tmp_path):
-    process = subprocess.Popen(
-        [sys.executable, "data.py", "prepare", "-", "--out", tmp_path / "o"],
-        cwd=ROOT,
-        stdin=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    )
-    while not Path("o").exists() and process.poll() is None:
-        os.sched_yield()
-    process.send_signal(signal.SIGINT)
-    assert process.communicate()[1].endswith(b"data.py: interrupted\n")
-    assert process.returncode == 130
+def test_ctrl_c_leaves_nothing_and_ends_with_status_130(mixed, monkeypatch, capsys):
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "replace", interrupt)
+    assert run_data("prepare in --out o") == 130
+    assert capsys.readouterr().err.endswith("data.py: interrupted\n")
     assert os.listdir("o") == []
