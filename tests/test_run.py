@@ -19,7 +19,7 @@ from jobs import forked
 from spider import estimate, machine
 from spider.checkpoint import best_checkpoint
 from spider.config import SpiderConfig
-from spider.run import STOPS, Metrics, RunProgress, StepEvents, StopSignals, Tracker
+from spider.run import STOPS, Metrics, RunProgress, StepEvents, StopSignals
 from spider_model import Spider
 
 # --------------------------------------------------------------------------------------------------
@@ -72,22 +72,18 @@ def test_run_has_exploded_after_one_loss_above_that_of_guessing():
     assert not after_losses(guessing + 1.01, 2.0).exploded
 
 
-@pytest.mark.parametrize(
-    "forget, remaining",
-    (
-        (lambda progress: progress.forget_recent(), (2, 2.0, 2.0)),
-        (lambda progress: progress.forget_losses(evaluations=False), (0, 2.0, 2.0)),
-        (lambda progress: progress.forget_losses(evaluations=True), (0, math.inf, None)),
-    ),
-    ids=("recent", "losses", "evaluations"),
-)
-def test_forgotten_losses_are_those_that_cannot_be_compared_with_the_next(forget, remaining):
+def test_all_losses_are_forgotten_that_other_validation_data_make_incomparable():
     progress = RunProgress(
-        recent=[1.0], lowest_peak=1.0, exploded=True, unimproved=2, best_loss=2.0, val_loss=2.0
+        recent=[1.0],
+        lowest_peak=1.0,
+        exploded=True,
+        skipped=1,
+        unimproved=2,
+        best_loss=2.0,
+        val_loss=2.0,
     )
-    forget(progress)
-    assert (progress.recent, progress.lowest_peak, progress.exploded) == ([], math.inf, False)
-    assert (progress.unimproved, progress.best_loss, progress.val_loss) == remaining
+    progress.forget_losses(evaluations=True)
+    assert progress == RunProgress()
 
 
 def test_explosion_is_logged_with_its_text_and_again_when_the_run_resumes(
@@ -194,18 +190,6 @@ def test_validation_loss_that_is_not_finite_is_not_the_best():
     assert not progress.is_best
 
 
-def test_only_regular_evaluations_count_for_patience():
-    progress = RunProgress(best_loss=2.0)
-    for loss, regular, unimproved in (
-        (2.5, False, 0),
-        (2.0, True, 1),
-        (2.0, False, 1),
-        (1.9, True, 0),
-    ):
-        progress.record_evaluation(dict(val_loss=loss), regular)
-        assert progress.unimproved == unimproved
-
-
 # --------------------------------------------------------------------------------------------------
 # metrics.jsonl and the log
 
@@ -234,20 +218,6 @@ def test_resumed_run_repairs_the_lines_of_a_killed_one(train_small):
     train_small("--eval_every 0", steps=4)
     assert path.read_text().startswith(lines)
     assert [line["step"] for line in metrics(path.parent)] == [1, 2, 3, 4]
-
-
-def test_metrics_are_written_to_no_pipe_and_through_no_link(train_small, error_of, tmp_path):
-    path = train_small(steps=1) / "metrics.jsonl"
-    path.unlink()
-    os.mkfifo(path)
-    assert "metrics.jsonl: not a regular file: use another name" in error_of()
-    path.unlink()
-    precious = tmp_path / "precious"
-    precious.write_text('{"step": 0}\n')
-    path.symlink_to(precious)
-    train_small(steps=2)
-    assert precious.read_text() == '{"step": 0}\n'
-    assert not path.is_symlink()
 
 
 def test_metrics_of_speed_and_segments_are_those_of_the_steps(tmp_path):
@@ -395,19 +365,15 @@ def wandb(monkeypatch) -> FakeWandb:
     return fake
 
 
-@pytest.mark.parametrize("value, project", (("", "spider"), ("mine", "mine")))
-def test_the_environment_names_the_project_of_wandb(
-    train_small, wandb, monkeypatch, value, project
-):
-    monkeypatch.setenv("WANDB_PROJECT", value)
-    train_small("--run name --eval_every 0", steps=1)
-    assert wandb.project == project
-
-
-def test_going_back_in_another_directory_begins_a_new_wandb_run(train_small, wandb):
+def test_going_back_in_another_directory_begins_a_new_wandb_run(train_small, wandb, monkeypatch):
+    """The environment may name the project of all runs."""
     flags = "--run a --eval_every 0"
+    monkeypatch.setenv("WANDB_PROJECT", "")
     first = train_small(flags, steps=2)
+    assert wandb.project == "spider"
+    monkeypatch.setenv("WANDB_PROJECT", "mine")
     train_small(flags, steps=3)  # resumes: the same
+    assert wandb.project == "mine"
     back = f"--resume {first}/spider-step2.pt --eval_every 0"
     train_small(back, steps=3, ckpt="other")
     train_small(back, "--run a", steps=4, ckpt="other")
@@ -419,20 +385,16 @@ def test_going_back_in_another_directory_begins_a_new_wandb_run(train_small, wan
     assert wandb.calls[:5] == [1, 2, "finish", 3, "finish"]
 
 
-def test_failure_of_wandb_is_a_line_and_the_run_continues_without_it(train_small, wandb, new_log):
-    wandb.fails_at = 3
-    directory = train_small("--run a --eval_every 0", steps=6)
-    assert wandb.calls == [1, 2]
-    assert len(metrics(directory)) == last_step(directory) == 6
+@pytest.mark.parametrize("fails_at, logged", ((3, [1, 2]), ("finish", [1, 2, 3, 4])))
+def test_failure_of_wandb_is_a_line_and_the_run_continues_without_it(
+    train_small, wandb, new_log, fails_at, logged
+):
+    wandb.fails_at = fails_at
+    directory = train_small("--run a --eval_every 0", steps=4)
+    assert wandb.calls == logged
+    assert len(metrics(directory)) == last_step(directory) == 4
     log = new_log()
     assert log.count("the service is gone") == log.count("wandb failed") == 1
-
-
-def test_wandb_that_fails_at_the_end_fails_no_run(wandb, new_log):
-    wandb.fails_at = "finish"
-    machine.start_log()
-    Tracker(wandb).finish()
-    assert "the service is gone" in new_log()
 
 
 def test_profiler_leaves_a_trace_of_three_steps(tmp_path, shards, processes):
