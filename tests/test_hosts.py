@@ -133,55 +133,40 @@ LAUNCH = from_docs("export TORCH_DISABLE").rstrip()
 class Launch:
     """The command of docs/scaling.md for two hosts at work on one, with two devices for eight."""
 
-    def __init__(self, host: Host, command: str, directory: Path):
+    def __init__(self, host: Host, directory: Path):
         more = flags(30, f"--ckpt_every 5 --rank_timeout {TIMEOUT}")
-        command = command.replace("--nproc_per_node 8", "--nproc_per_node 2")
+        command = LAUNCH.replace("--nproc_per_node 8", "--nproc_per_node 2")
         script = f"cd {directory}; {command.replace('--shards 8', '--shards 2')} {more}"
         self.log = directory / f"{time.monotonic_ns()}.log"
         with open(self.log, "w") as log:
             self.process = host.start(f"bash -c {shlex.quote(script)}", stdout=log, stderr=log)
 
-    def end(self, limit: float = LIMIT) -> bool:
+    def end(self) -> bool:
         """Wait for its end; return whether it succeeded."""
-        return self.process.wait(limit) == 0
+        return self.process.wait(LIMIT) == 0
 
 
-@pytest.fixture(scope="module")
-def uninterrupted(tmp_path_factory):
-    """A run of two hosts to its end."""
-    directory = tmp_path_factory.mktemp("uninterrupted")
-    run = prepare(directory / "run")
-    with two_hosts(directory) as hosts:
-        for launch in [Launch(host, LAUNCH, run) for host in hosts]:
-            assert launch.end(), launch.log.read_text()
-    return run / "checkpoints"
-
-
-@pytest.mark.parametrize("waits", (True, False), ids=("with --max-restarts", "without"))
-def test_ranks_end_when_a_host_is_lost_and_all_resume_when_it_is_back(
-    tmp_path, uninterrupted, waits
-):
-    """With --max-restarts the launch on the other host waits for the same command on a new one."""
+def test_ranks_end_when_a_host_is_lost_and_all_resume_when_it_is_back(tmp_path):
+    """By --max-restarts the launch on the other host waits for the same command on a new one."""
     run = prepare(tmp_path / "run")
-    command = LAUNCH if waits else LAUNCH.replace("--max-restarts 3", "")
+    whole = prepare(tmp_path / "whole")
     with two_hosts(tmp_path) as hosts:
-        launches = [Launch(host, command, run) for host in hosts]
+        for launch in [Launch(host, whole) for host in hosts]:
+            assert launch.end(), launch.log.read_text()
+        launches = [Launch(host, run) for host in hosts]
         until(lambda: steps_done(run / "checkpoints") >= 7, log=launches[0].log.read_text)
         hosts[1].do("ip link set eth0 down")
         for host in hosts:  # cut off from its rendezvous, torchrun itself waits for minutes
             until(lambda host=host: not host.has_ranks(), WITHIN, log=launches[0].log.read_text)
-        going = launches[:1]
-        if not waits:
-            assert not going.pop().end(WITHIN)
         hosts[1].die()
         hosts[1] = Host(1, tmp_path)
         hosts[0].start("ip link delete eth0").wait(60)  # if the other host left it
         plug_in(*hosts)
-        going += [Launch(host, command, run) for host in hosts[len(going) :]]
-        for launch in going:
+        launches[1] = Launch(hosts[1], run)
+        for launch in launches:
             assert launch.end(), launch.log.read_text()
         assert "resuming from" in "".join(path.read_text() for path in run.glob("*.log"))
-    assert_same_runs(run / "checkpoints", uninterrupted)
+    assert_same_runs(run / "checkpoints", whole / "checkpoints")
 
 
 # --------------------------------------------------------------------------------------------------
@@ -254,18 +239,10 @@ class BatchJob:
         description = self.slurm.command(f"scontrol show job {self.id}")
         return re.search(r"JobState=(\w+)", description)[1]
 
-    def until_steps(self, count: int):
-        until(lambda: steps_done(self.run) >= count, log=self.log.read_text)
-
     def end(self) -> str:
         """Wait for its end; return its state."""
         until(lambda: self.state() not in ACTIVE, log=self.log.read_text)
         return self.state()
-
-    def check_saved(self):
-        """Check that it was stopped and that its last step was saved."""
-        assert 7 <= final_state(self.run)["step"] == len(metrics(self.run)) < STEPS
-        assert "SIGTERM: stopped after step" in self.log.read_text()
 
 
 def batch_script(by_task: bool) -> str:
@@ -287,33 +264,22 @@ def batch_script(by_task: bool) -> str:
     return script
 
 
-@pytest.fixture(scope="module")
-def slurm(tmp_path_factory):
-    if shutil.which("slurmctld") is None:
-        pytest.skip("no Slurm here (Debian and Ubuntu: slurm-wlm)")
-    directory = tmp_path_factory.mktemp("slurm")
-    with two_hosts(directory) as hosts:
-        yield Slurm(hosts, directory)
-
-
+@pytest.mark.skipif(not shutil.which("slurmctld"), reason="no Slurm (Debian, Ubuntu: slurm-wlm)")
 def test_job_with_the_signal_of_its_time_limit_is_requeued_and_ends_like_another_on_its_nodes(
-    slurm,
+    tmp_path,
 ):
-    limited, other = (BatchJob(slurm, name) for name in ("limited", "other"))
-    limited.until_steps(7)
-    slurm.command(f"scancel --batch --signal=USR1 {limited.id}")
-    until(lambda: limited.state() == "PENDING", log=limited.log.read_text)
-    limited.check_saved()
-    for job in (other, limited):  # the other torchrun does not depend on that of the job that ended
-        assert job.end() == "COMPLETED", job.log.read_text()
+    """The tasks of the other job are its ranks, without torchrun."""
+    with two_hosts(tmp_path) as hosts:
+        slurm = Slurm(hosts, tmp_path)
+        limited = BatchJob(slurm, "limited")
+        other = BatchJob(slurm, "other", by_task=True)
+        until(lambda: steps_done(limited.run) >= 7, log=limited.log.read_text)
+        slurm.command(f"scancel --batch --signal=USR1 {limited.id}")
+        until(lambda: limited.state() == "PENDING", log=limited.log.read_text)
+        assert 7 <= final_state(limited.run)["step"] == len(metrics(limited.run)) < STEPS
+        assert "SIGTERM: stopped after step" in limited.log.read_text()
+        for job in (other, limited):
+            assert job.end() == "COMPLETED", job.log.read_text()
+            assert "2 ranks: 2 replicas of 1 shards" in job.log.read_text()
     assert_same_runs(limited.run, other.run)
     assert "resuming from" in limited.log.read_text()
-
-
-def test_scancel_saves_and_ends_a_job_whose_tasks_are_ranks_without_torchrun(slurm):
-    job = BatchJob(slurm, "by-task", by_task=True)
-    job.until_steps(7)
-    slurm.command(f"scancel {job.id}")
-    assert job.end() == "CANCELLED"
-    job.check_saved()
-    assert "2 ranks: 2 replicas of 1 shards" in job.log.read_text()
