@@ -1,7 +1,6 @@
 """Runs in processes of their own: forked, on one rank or several under gloo, with faults; by
 torchrun, as users do."""
 
-import errno
 import itertools
 import os
 import resource
@@ -17,7 +16,7 @@ import torch
 
 import train
 from conftest import ROOT, do_nothing_slow, metrics
-from spider import checkpoint, optim
+from spider import optim
 from spider.distributed import World
 from train import command_line
 
@@ -74,18 +73,6 @@ def sleeps(name):
 
 def file_limit(size):
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
-
-
-def full_disk(step):
-    """Fail all saves up to a step."""
-    write = checkpoint.write_archive
-
-    def faulty(file, state):
-        if state["step"] <= step:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        write(file, state)
-
-    checkpoint.write_archive = faulty
 
 
 def unread(_):

@@ -20,14 +20,13 @@ from conftest import (
     metrics,
     refused,
     run_flags,
-    saved_steps,
 )
 from jobs import (
     IN_GROUP,
     LIMIT,
     Job,
     assert_same_losses,
-    full_disk,
+    file_limit,
     last_lines,
     nan,
     out_of_memory,
@@ -69,6 +68,7 @@ def end_well(job) -> str:
 @pytest.mark.parametrize(
     "environ",
     (
+        dict(RANK="3"),
         dict(RANK="-1", WORLD_SIZE="2"),
         dict(RANK="2", WORLD_SIZE="2"),
         dict(WORLD_SIZE="2"),
@@ -77,18 +77,15 @@ def end_well(job) -> str:
     ),
     ids=str,
 )
-def test_contradictory_variables_of_ranks_are_refused(environ):
-    name, value = next(iter(environ.items()))
-    with pytest.raises(WorldError, match=f"{name}={value}.*: start all ranks with torchrun"):
-        World(environ)
-
-
 def test_command_line_with_contradictory_variables_is_refused_in_a_line(
-    tmp_path, monkeypatch, capsys
+    tmp_path, monkeypatch, capsys, environ
 ):
-    monkeypatch.setenv("RANK", "3")
+    for variable in environ.items():
+        monkeypatch.setenv(*variable)
     argv = f"--mock_data --dry_run --model tiny --ckpt_dir {tmp_path / 'run'}".split()
-    assert "RANK=3, WORLD_SIZE=unset: start all ranks with torchrun" in refused(argv, capsys)
+    line = refused(argv, capsys)
+    name, value = next(iter(environ.items()))
+    assert f"{name}={value}" in line and ": start all ranks with torchrun" in line
     assert not list(tmp_path.iterdir())
 
 
@@ -261,7 +258,6 @@ def test_batch_without_a_segment_on_one_rank_neither_hangs_nor_changes_losses(tm
         (2, 1, 2, "muon"),
         (2, 2, 2, "adamw8bit"),
         pytest.param(4, 2, 12, "muon", marks=pytest.mark.slow),
-        pytest.param(4, 4, 12, "muon", marks=pytest.mark.slow),
     ),
 )
 def test_stopped_run_resumes_bit_for_bit_on_the_same_layout(
@@ -298,10 +294,7 @@ RECEIVE = SEND._replace(name="recv", settings={"src": 0, "batched": True})
     (
         ([TO_ALL, SUM, RECEIVE], "not the same"),
         ([SUM, TO_ALL, RECEIVE._replace(sizes=(6,))], "receives"),
-        ([SUM._replace(dtypes=("float64",)), TO_ALL, RECEIVE], "dtypes"),
         ([SUM._replace(sizes=(9,)), TO_ALL, RECEIVE], "sizes"),
-        ([SUM._replace(group=(1, 2)), TO_ALL, RECEIVE], "in the group"),
-        ([SUM._replace(settings={"reduce_op": 1}), TO_ALL, RECEIVE], "settings"),
         ([SUM, TO_ALL._replace(settings=UNEVEN), RECEIVE], "sent"),
     ),
 )
@@ -312,11 +305,8 @@ def test_disagreement_of_two_ranks_is_found(other, message):
 def test_collectives_that_nccl_accepts_have_no_faults_and_others_have():
     assert not disagreements([[SUM, TO_ALL, SEND], [SUM, TO_ALL, RECEIVE]])
     assert not SUM.faults("cpu")
-    assert not SEND.faults("cpu")
     assert SUM.faults("cuda")
     assert SUM._replace(dtypes=("uint16",)).faults("cpu")
-    assert SUM._replace(contiguous=(False,)).faults("cpu")
-    assert SEND._replace(settings={"dst": 1, "batched": False}).faults("cpu")
 
 
 def in_bf16(_):
@@ -327,7 +317,7 @@ def in_bf16(_):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "ranks, split, optimizer",
-    ((2, 1, "muon"), (2, 2, "muon"), (3, 3, "muon"), (4, 2, "muon"), (4, 2, "adamw8bit")),
+    ((2, 1, "muon"), (3, 3, "muon"), (4, 2, "adamw8bit")),
 )
 def test_all_ranks_call_the_same_collectives_as_nccl_demands(
     tmp_path, shards, processes, ranks, split, optimizer
@@ -359,14 +349,6 @@ def test_nan_on_one_rank_skips_the_step_on_all(tmp_path, shards, processes):
     log = run_on(processes, tmp_path, 2, argv, faults=[(nan, 1, 2)])
     assert [line["skipped"] for line in metrics(tmp_path / "run")] == [False, False, True, False]
     assert log.count("step 3 skipped") == 1
-
-
-@pytest.mark.slow
-def test_ranks_that_diverge_end_with_one_line_and_leave_their_group(tmp_path, shards, processes):
-    argv = run_flags(shards, tmp_path / "run", "--max_skipped", "1", *NO_EVAL, steps=4)
-    statuses, log = Job(processes, tmp_path, 2, argv, faults=[(nan, 1, 2)]).end()
-    assert statuses == [1, 1], log
-    assert len(last_lines(log)) == 1 and IN_GROUP not in log, log
 
 
 def test_signal_to_one_rank_stops_all_after_the_same_step_with_one_line(
@@ -475,18 +457,16 @@ def test_a_rank_killed_on_a_gpu_ends_the_other_and_the_same_command_resumes(tmp_
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("failing, statuses, saved", ((3, [0, 0], [6, 8]), (100, [2, 2], [])))
-def test_full_disk_on_rank_0_stops_no_rank_and_at_the_end_is_one_line(
-    tmp_path, shards, processes, failing, statuses, saved
+def test_disk_that_stays_full_ends_all_ranks_after_their_last_step_with_one_line(
+    tmp_path, shards, processes
 ):
     argv = run_flags(shards, tmp_path / "run", "--ckpt_every", "3", *NO_EVAL, steps=8)
-    job = Job(processes, tmp_path, 2, argv, faults=[(full_disk, 0, failing)])
-    found, log = job.end()
-    assert found == statuses, log
-    assert "CHECKPOINT NOT SAVED" in log
-    assert saved_steps(tmp_path / "run") == saved
-    assert len(last_lines(log)) == (0 if saved else 1), log
-    assert ("make room" in log) == (not saved)
+    limits = [(file_limit, 0, 100_000)]
+    statuses, log = Job(processes, tmp_path, 2, argv, faults=limits).end()
+    assert statuses == [2, 2], log
+    assert len(metrics(tmp_path / "run")) == 8
+    (line,) = last_lines(log)
+    assert "make room" in line
 
 
 @pytest.mark.slow
@@ -512,18 +492,3 @@ def test_ranks_refuse_a_crafted_optimizer_state_together_in_one_line(
     assert statuses == [2, 2], log
     (line,) = last_lines(log)
     assert "error: " in line
-
-
-@pytest.mark.slow
-def test_second_job_in_the_same_directory_is_refused_once(tmp_path, shards, processes):
-    flags = "--ckpt_every 2 --rank_timeout 20".split()
-    argv = run_flags(shards, tmp_path / "run", *flags, steps=100_000)
-    first = Job(processes, tmp_path, 2, argv)
-    until(lambda: steps_done(tmp_path / "run") > 1)
-    statuses, log = Job(processes, tmp_path, 2, argv).end()
-    assert 0 not in statuses, log
-    (line,) = last_lines(log)
-    assert "another command is using it" in line
-    os.kill(first.ranks[1].pid, signal.SIGTERM)
-    statuses, log = first.end()
-    assert statuses == [143, 143] and len(last_lines(log)) == 1, log
