@@ -135,18 +135,6 @@ def test_skipped_step_begins_no_epoch_and_clears_nothing():
     assert (progress.epoch, progress.skipped) == (1, 0)
 
 
-def test_log_names_each_epoch_that_begins_and_whether_the_tables_were_cleared(train_small, new_log):
-    """Sequences 20 and 40, in steps 11 and 21, begin epochs. Less than half of the third is
-    read."""
-    train_small("--engram_reset --target_tokens 1500 --eval_every 0", steps=24)
-    lines = [line for line in new_log().splitlines() if "begins epoch" in line]
-    for line, expected, cleared in zip(
-        lines, ("step 11 begins epoch 1", "step 21 begins epoch 2"), (True, False), strict=True
-    ):
-        assert expected in line
-        assert ("Engram tables are empty" in line) == cleared
-
-
 # --------------------------------------------------------------------------------------------------
 # Patience
 
