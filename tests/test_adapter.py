@@ -44,7 +44,7 @@ def test_logits_and_losses_are_spiders_own_and_labels_are_shifted_inside(exporte
 
 
 @pytest.mark.parametrize("side", ("left", "right"))
-def test_rows_of_a_padded_batch_are_as_each_alone(model, tokenizer, side):
+def test_each_row_of_a_padded_batch_is_computed_as_it_is_alone(model, tokenizer, side):
     texts = ["abc def", "no begin", "the longest of the three"]
     batch = tokenizer(texts, padding=True, padding_side=side, return_tensors="pt")
     kept = batch["attention_mask"] == 1
@@ -152,7 +152,7 @@ HOLE = torch.tensor([[1, 0] + [1] * 6])
         (dict(input_ids=IDS, cache=transformers.DynamicCache()), "cache must be the cache"),
     ),
 )
-def test_what_the_model_lacks_is_refused_by_name(model, arguments, words):
+def test_arguments_that_the_model_does_not_support_are_refused_by_name(model, arguments, words):
     with pytest.raises(ValueError, match=words):
         model(**arguments)
 

@@ -290,7 +290,7 @@ TEXTS = {
 
 
 @pytest.mark.parametrize("text", TEXTS.values(), ids=TEXTS)
-def test_text_is_read_as_it_stands(text):
+def test_text_with_a_few_odd_bytes_is_read_unchanged(text):
     write("a.txt", text)
     prepare("a.txt --strict --val_fraction 0 --out o")
     assert documents("o", "train") == [text]

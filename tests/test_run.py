@@ -139,7 +139,9 @@ def test_skipped_step_begins_no_epoch_and_clears_nothing():
 # Patience
 
 
-def test_run_ends_when_so_many_evaluations_have_not_improved(train_small, losses, new_log):
+def test_run_ends_after_as_many_evaluations_without_improvement_as_patience_allows(
+    train_small, losses, new_log
+):
     """Its status is 0. The same command again logs why it trains no further; more patience
     continues. The evaluations at steps 6 and 8 are worse; the one at a run's end does not count."""
     for steps, last, ended in ((5, 5, False), (7, 7, False), (100, 8, True), (100, 8, True)):
