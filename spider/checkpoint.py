@@ -14,6 +14,7 @@ code. All randomness is a function of (seed, step), so there is no random state 
 
 import json
 import math
+import os
 import re
 import time
 import zipfile
@@ -372,7 +373,7 @@ def load_origin(directory: Path, resume: str | None, reset_steps: bool) -> Origi
     newest = next(good_checkpoints(directory), None)
     inside = False  # whether `resume` names the directory, or a file in it
     if resume is not None:
-        named = Path(resume).resolve()
+        named = Path(os.path.realpath(resume))  # Path.resolve raises for links in a circle
         inside = directory.resolve() == (named if named.is_dir() else named.parent)
     if newest is None:
         if not inside and checkpoint_paths(directory):
