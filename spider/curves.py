@@ -37,7 +37,7 @@ SOURCE = "val_bpb/"  # prefix of the keys of a source's validation
 COLUMNS = 3  # panels in a row
 EPOCHS = 30  # the starts of more epochs are not marked
 PLACES = 200  # of a moving average
-NOISE = 1e-5  # relative: what varies less is constant but for rounding
+NOISE = 1e-5  # relative: a quantity that varies less is constant except for rounding
 
 Curves = dict[str, np.ndarray]  # by key, [2, values]: bytes seen, values
 
