@@ -7,10 +7,9 @@ A context is named after its span, which is counted back from a byte:
     word1    the bytes after the one that ended a word last: mostly the current word so far
     word2    ... that ended the word before that: mostly two words
     word1-2  the bytes between both: the word before alone
-    above    the last byte, and those above it and above the next two in the line before; the last
-             three where that line does not begin within 255 bytes
+    above    the last byte, and in the line before the bytes above it and above the next two
 
-Ends of words are sought in the last 31 bytes.
+An end of a word is found within 31 bytes, the beginning of the line before within 255.
 
 Shapes, as suffixes of names:
     L  bytes of a text
@@ -53,7 +52,18 @@ def word_ends(ids_L: Tensor, position_L: Tensor) -> Tensor:
 
 
 class Past:
-    """The bytes of a text up to each of M bytes, within their documents."""
+    """The bytes of a text up to each of M bytes, within their documents.
+
+    Bytes a to b - 1 of the text are hashed from sums over its beginning, mod 2^64:
+
+        S[l] = sum of (byte k + 1) * BASE^(k + 1) over k < l
+        hash(a, b) = (S[b] - S[a]) * BASE^-b
+
+    So the same bytes have the same hash anywhere. In the six bytes `xab ab`, a is 97 and b is 98:
+
+        hash(1, 3) = (98 * BASE^2 + 99 * BASE^3) * BASE^-3 = 98 * BASE^-1 + 99
+        hash(4, 6) = (98 * BASE^5 + 99 * BASE^6) * BASE^-6 = 98 * BASE^-1 + 99
+    """
 
     def __init__(self, ids_L: Tensor, position_L: Tensor, index_M: Tensor):
         """ids, position int64 [L]: bytes, and their positions in their documents. index int64 [M]:
@@ -62,8 +72,8 @@ class Past:
         self.position = position_L
         self.index = index_M
         self.position_M = position_L.index_select(0, index_M)
-        self.ends_of: dict[str, Tensor] = {}  # see newest_ends
-        self.keys_of: dict[str, Tensor] = {}  # by the name of a context that is not of bytes alone
+        self.newest_ends_of: dict[str, Tensor] = {}  # by unit
+        self.key_of: dict[str, Tensor] = {}  # by context
 
     def select(self, chosen: Tensor) -> "Past":
         """Return the past of the chosen ones of the M bytes, by index."""
@@ -74,77 +84,97 @@ class Past:
         """Mark ends of words, bool [L]."""
         return word_ends(self.ids, self.position)
 
+    @cached_property
+    def sums(self) -> tuple[Tensor, Tensor]:
+        """Return S[l] and BASE^-l for each l, both [L + 1]."""
+        power_L = torch.full_like(self.ids, BASE).cumprod(0)
+        inverse_L = torch.full_like(self.ids, INVERSE).cumprod(0)
+        sums = ((self.ids + 1) * power_L).cumsum(0)
+        return F.pad(sums, (1, 0)), F.pad(inverse_L, (1, 0), value=1)
+
+    def hash(self, begin_M: Tensor, end_M: Tensor) -> Tensor:
+        """Hash the bytes from `begin` to before `end`, int64 [M]."""
+        sums, inverse = self.sums
+        return (sums[end_M] - sums[begin_M]) * inverse[end_M]
+
     def newest_ends(self, unit: str) -> Tensor:
         """Return the last end of a unit among the first l bytes for each l, or -1: [L + 1]."""
-        if unit not in self.ends_of:
+        if unit not in self.newest_ends_of:
             ends_L = self.word_ends if unit == "word" else self.ids == ord("\n")
             byte_L = torch.arange(len(self.ids), device=self.ids.device)
             newest = torch.where(ends_L, byte_L, -1).cummax(0).values
-            self.ends_of[unit] = F.pad(newest, (1, 0), value=-1)
-        return self.ends_of[unit]
+            self.newest_ends_of[unit] = F.pad(newest, (1, 0), value=-1)
+        return self.newest_ends_of[unit]
 
     def since(self, unit: str, n: int) -> Tensor:
-        """Count the bytes since the n-th last end of a unit, [M]; n for bytes.
+        """Count the bytes after the n-th last end of a unit, [M]; n if the unit is a byte.
 
-        Without such an end, and for more distant ones, it is the most that is searched."""
+        If the document has no such end within reach, the count is the largest within reach."""
         if unit == "byte" or n == 0:
             return torch.full_like(self.index, n)
         end_M = self.index + 1
         for _ in range(n):
             end_M = self.newest_ends(unit)[end_M.clamp_min(0)]
         distance_M = self.index - end_M
-        found = (end_M >= 0) & (distance_M <= self.position_M)
+        in_document = (end_M >= 0) & (distance_M <= self.position_M)
         most = REACH[unit] - 1
-        return torch.where(found, distance_M, most).clamp_max(most)
+        return torch.where(in_document, distance_M, most).clamp_max(most)
 
-    @cached_property
-    def sums(self) -> tuple[Tensor, Tensor]:
-        """Return for each l the sum of (byte k + 1) * BASE^(k + 1) over k < l, and BASE^-l, both
-        [L + 1]."""
-        ones = torch.ones_like(self.ids)
-        power_L = (ones * BASE).cumprod(0)
-        inverse_L = (ones * INVERSE).cumprod(0)
-        sums = ((self.ids + 1) * power_L).cumsum(0)
-        return F.pad(sums, (1, 0)), F.pad(inverse_L, (1, 0), value=1)
+    def span(self, context: str) -> tuple[Tensor, Tensor]:
+        """Return where the bytes of a context begin and end in the text, both [M]. They may begin
+        before the document."""
+        if context == "above":
+            return self.span_above()
+        unit, first, last = span_of(context)
+        after_M = self.index + 1
+        return after_M - self.since(unit, last), after_M - self.since(unit, first)
+
+    def span_above(self) -> tuple[Tensor, Tensor]:
+        """Return where the bytes above the last byte and above the next two begin and end.
+
+            line before    width = 10
+                               ^^^
+            this line      heigh
+
+        A line begins with the line break before it. The bytes are the last three if the line before
+        has one byte, or does not begin within reach."""
+        since_break_M = self.since("line", 1)
+        since_second_M = self.since("line", 2)
+        line_before_M = since_second_M - since_break_M  # its length, so how far back `above` is
+        is_found = since_second_M < REACH["line"] - 1
+        back_M = torch.where(is_found, line_before_M, 2).clamp_min(2)
+        begin_M = self.index - back_M
+        return begin_M, begin_M + 3
 
     def key(self, context: str) -> Tensor:
-        """Hash the bytes of a context, wherever they are: int64 [M]. One that begins before the
-        document gets a key of its own, by its position."""
-        unit, first, last = span_of(context)
-        start_M = self.since(unit, first)
-        length_M = self.since(unit, last) - start_M
-        if unit == "line":  # the same columns of the line before, if its beginning was found
-            found = start_M + length_M < REACH[unit] - 1
-            start_M = torch.where(found, length_M - 2, 0).clamp_min(0)
-            length_M = torch.full_like(length_M, 3)
-        stop_M = (self.index + 1 - start_M).clamp_min(0)
-        begin_M = (stop_M - length_M).clamp_min(0)
-        sums, inverse = self.sums
-        hash_M = (sums[stop_M] - sums[begin_M]) * inverse[stop_M]
-        if unit == "line":
-            hash_M = hash_M + BASE * self.ids[self.index]
-        in_document = start_M + length_M <= self.position_M + 1
-        return torch.where(in_document, hash_M, -1 - self.position_M)
+        """Return the key of a context, int64 [M]: the hash of its bytes, or for a context that
+        begins before the document a key of its position."""
+        if context not in self.key_of:
+            begin_M, end_M = self.span(context)
+            hash_M = self.hash(begin_M.clamp_min(0), end_M.clamp_min(0))
+            if context == "above":
+                hash_M = hash_M + BASE * self.ids[self.index]
+            in_document = self.index - begin_M <= self.position_M
+            self.key_of[context] = torch.where(in_document, hash_M, -1 - self.position_M)
+        return self.key_of[context]
+
+    def keys_of_last_bytes(self, multiplier: Tensor) -> list[Tensor]:
+        """Return for n from 1 to W the key of the last n bytes, int64 [M]: XOR over k < n of
+        byte k * multiplier[k], the newest byte first."""
+        back_W1 = torch.arange(len(multiplier), device=self.ids.device)[:, None]
+        earlier_WM = self.ids[(self.index - back_W1).clamp_min(0)]
+        byte_WM = torch.where(back_W1 <= self.position_M, earlier_WM, PAD_ID)
+        products = byte_WM * multiplier[:, None]
+        return [*accumulate(products.unbind(), operator.xor)]
 
     def keys(self, contexts: tuple[str, ...], multiplier: Tensor) -> Tensor:
         """Return the key of each context, int64 [X, M].
 
-        That of the last n bytes is XOR over k < n of a byte * multiplier[k], the newest first.
-        multiplier int64 [W]: odd, for the longest such context."""
-        multiplier = multiplier[
-            : max((int(name) for name in contexts if name.isdecimal()), default=0)
+        multiplier int64: odd, one for each of the last bytes of the longest context."""
+        lengths = [int(name) for name in contexts if name.isdecimal()]
+        of_last_bytes = self.keys_of_last_bytes(multiplier[: max(lengths, default=0)])
+        keys = [
+            of_last_bytes[int(name) - 1] if name.isdecimal() else self.key(name)
+            for name in contexts
         ]
-        back_W1 = torch.arange(len(multiplier), device=self.ids.device)[:, None]
-        earlier_WM = self.ids[(self.index - back_W1).clamp_min(0)]
-        shifted_WM = torch.where(back_W1 <= self.position_M, earlier_WM, PAD_ID)
-        products = shifted_WM * multiplier[:, None]
-        of_bytes = [*accumulate(products.unbind(), operator.xor)]
-        keys = []
-        for name in contexts:
-            if name.isdecimal():
-                keys.append(of_bytes[int(name) - 1])
-                continue
-            if name not in self.keys_of:
-                self.keys_of[name] = self.key(name)
-            keys.append(self.keys_of[name])
         return torch.stack(keys)

@@ -29,7 +29,7 @@ from spider.attention import LatentCache
 from spider.contexts import Past
 from spider.memory import ConvolutionCache, MatchHistory, PackedBytes
 from spider.packing import Packing, document_starts
-from spider.segments import last_byte_of, sum_segments
+from spider.segments import add_open_segments, last_byte_of, sum_segments
 from spider.vocabulary import EOS_ID, PAD_ID
 
 PIECE = 256  # bytes of a row that one pass of decoding takes, which bounds its memory
@@ -386,9 +386,9 @@ def _finish_segments(
     open_before_M = state.open_bytes.long().expand(-1, len(x_MD) // rows).flatten()
 
     # Pool
-    sums, weights, segment_cu_seqlens = sum_segments(
-        x_MD, b_M, packed.packing.cu_seqlens, (state.open_segment, state.open_bytes)
-    )
+    sums, weights, segment_cu_seqlens = sum_segments(x_MD, b_M, packed.packing.cu_seqlens)
+    sums = add_open_segments(sums, segment_cu_seqlens, state.open_segment)
+    weights = add_open_segments(weights, segment_cu_seqlens, state.open_bytes)
     segments = len(sums) - rows
     z_ND = (sums[:segments] / weights[:segments]).to(x_MD.dtype)
     state.open_segment = sums[segments:]

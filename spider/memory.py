@@ -35,17 +35,25 @@ from spider.packing import ActiveRows, Packing, mark_rows_dynamic, round_up
 # Tables of learned rows
 
 
-def new_multiplier(contexts: tuple[str, ...]) -> nn.Buffer:
-    """Return room for the multipliers of keys, see Past.keys."""
-    longest = max(int(name) if name.isdecimal() else SPAN_BYTES for name in contexts)
-    return nn.Buffer(torch.empty(longest, dtype=torch.int64))
+class HashedContexts(nn.Module):
+    """The contexts of a memory, and the constants of their keys."""
 
+    def __init__(self, contexts: tuple[str, ...]):
+        super().__init__()
+        self.contexts = contexts
+        longest = max(int(name) if name.isdecimal() else SPAN_BYTES for name in contexts)
+        self.multiplier: Tensor = nn.Buffer(torch.empty(longest, dtype=torch.int64))
 
-def init_multiplier(multiplier: Tensor, seed: int):
-    """Draw odd 64-bit multipliers from `seed`, without changing any random state."""
-    generator = torch.Generator().manual_seed(seed)
-    drawn = torch.randint(-(2**62), 2**62, multiplier.shape, generator=generator, device="cpu")
-    multiplier.copy_(drawn * 2 + 1)
+    def init_hash(self, seed: int):
+        """Draw odd 64-bit multipliers from `seed`, without changing any random state."""
+        generator = torch.Generator().manual_seed(seed)
+        shape = self.multiplier.shape
+        drawn = torch.randint(-(2**62), 2**62, shape, generator=generator, device="cpu")
+        self.multiplier.copy_(drawn * 2 + 1)
+
+    def keys(self, past: Past) -> Tensor:
+        """Return the key of each context of n bytes, int64 [X, n]."""
+        return past.keys(self.contexts, self.multiplier)
 
 
 class Lookups(NamedTuple):
@@ -55,7 +63,7 @@ class Lookups(NamedTuple):
     gradient: Tensor  # [n, dim], at least fp32
 
 
-class EngramTable(nn.Module):
+class EngramTable(HashedContexts):
     """The rows of one memory, in several hash tables: one for each context and hash head.
 
     The address in a table is the context's key mod a prime of that table. All tables are
@@ -68,12 +76,10 @@ class EngramTable(nn.Module):
     warned: ClassVar[bool] = False  # once per process, for any table
 
     def __init__(self, contexts: tuple[str, ...], heads: int, rows: int, dim: int):
-        super().__init__()
-        self.contexts = contexts
+        super().__init__(contexts)
         self.width = len(contexts) * heads * dim
         self.primes = primes_below(rows, len(contexts) * heads)
         self.weight = nn.Parameter(torch.empty(sum(self.primes), dim))
-        self.multiplier: Tensor = new_multiplier(contexts)
         # rows of each table, and its first row
         prime = torch.empty(len(contexts), heads, dtype=torch.int64)
         self.prime: Tensor = nn.Buffer(prime, persistent=False)
@@ -83,16 +89,15 @@ class EngramTable(nn.Module):
 
     def init_hash(self, seed: int):
         """Set the multipliers from `seed`, primes and offsets from the sizes."""
-        init_multiplier(self.multiplier, seed)
-        prime = torch.tensor(self.primes).view(self.prime.shape)
-        first_row = F.pad(prime.flatten().cumsum(0), (1, -1))
-        self.prime.copy_(prime)
-        self.offset.copy_(first_row.view(prime.shape))
+        super().init_hash(seed)
+        self.prime.copy_(torch.tensor(self.primes).view_as(self.prime))
+        next_offset = self.prime.flatten().cumsum(0).view_as(self.prime)
+        self.offset.copy_(next_offset - self.prime)
 
     def addresses(self, past: Past) -> Tensor:
         """Return the rows of `weight` for n bytes' contexts, int64 [n, contexts * heads]."""
-        keys = past.keys(self.contexts, self.multiplier)
-        return (keys.T[:, :, None].remainder(self.prime) + self.offset).flatten(1)
+        keys = self.keys(past).T[:, :, None]
+        return (keys.remainder(self.prime) + self.offset).flatten(1)
 
     def forward(self, past: Past) -> Tensor:
         """Look up n bytes' contexts: [n, contexts * heads, dim].
@@ -179,7 +184,7 @@ class Matches(NamedTuple):
     """The matches of the contexts of M bytes, see MatchMemory."""
 
     row: Tensor  # int64 [M, X]
-    followed: Tensor  # int64 [M, X, occurrences], the ids after them, newest first; -1: none
+    next_ids: Tensor  # int64 [M, X, occurrences], the ids after them, newest first; -1: none
     age: Tensor  # int64 [M, X], bytes since the newest; 0: none
 
 
@@ -204,7 +209,7 @@ class MatchHistory(NamedTuple):
     previous: Tensor  # int64 [X, B, S], the byte of each context's occurrence before; -1: none
 
 
-class MatchMemory(nn.Module):
+class MatchMemory(HashedContexts):
     """A lookup in the document itself, without parameters, like the match model of compressors: a
     small transformer takes long to learn this.
 
@@ -221,30 +226,21 @@ class MatchMemory(nn.Module):
     NOTHING = 3 * 256
 
     def __init__(self, contexts: tuple[str, ...], occurrences: int = 2):
-        super().__init__()
-        self.contexts = contexts
+        super().__init__(contexts)
         self.occurrences = occurrences
-        self.multiplier: Tensor = new_multiplier(contexts)
-
-    def init_hash(self, seed: int):
-        """Set the multipliers from `seed`."""
-        init_multiplier(self.multiplier, seed)
 
     def forward(self, past: Past, document_M: Tensor) -> Matches:
         """Find the matches of all bytes of a text. document int64 [M]: of each byte, ascending."""
-        # The sort is stable, so bytes with the same key become neighbours in the order of the text.
-        # Then a byte's left neighbour ends the occurrence before, if key and document are the same.
-        key_XM, byte_XM = past.keys(self.contexts, self.multiplier).sort(dim=1, stable=True)
-        document_XM = document_M[byte_XM]
-        left = byte_XM[:, :-1]
-        right = byte_XM[:, 1:]
-        same_key = key_XM[:, 1:] == key_XM[:, :-1]
-        same_document = document_XM[:, 1:] == document_XM[:, :-1]
-        occurrence = torch.where(same_key & same_document, left, -1)
-        previous_XM = torch.full_like(byte_XM, -1)
-        previous_XM.scatter_(1, right, occurrence)
-        ids_XM = past.ids.expand_as(previous_XM)
-        return self._follow(ids_XM, previous_XM, previous_XM, past.index)
+        # Ranks R are the bytes in the order of their keys, and in the order of the text if their
+        # keys are equal, since the sort is stable. So if the rank before has the same key and
+        # document, its byte ends the occurrence before.
+        key_XR, byte_XR = self.keys(past).sort(dim=1, stable=True)
+        document_XR = document_M[byte_XR]
+        same_key = key_XR[:, 1:] == key_XR[:, :-1]
+        same_document = document_XR[:, 1:] == document_XR[:, :-1]
+        occurrence = torch.where(same_key & same_document, byte_XR[:, :-1], -1)
+        previous_XM = torch.full_like(byte_XR, -1).scatter_(1, byte_XR[:, 1:], occurrence)
+        return self._follow(past.ids, previous_XM, past.index)
 
     def step(
         self, ids_BT: Tensor, past: Past, position_BT: Tensor, history: MatchHistory
@@ -259,33 +255,35 @@ class MatchMemory(nn.Module):
         if needed > slots:
             more = (0, 2 * needed - slots)
             history = MatchHistory(*(F.pad(tensor, more) for tensor in history))
-        keys_XBT = past.keys(self.contexts, self.multiplier).view(-1, *ids_BT.shape)
+        keys_XBT = self.keys(past).view(-1, *ids_BT.shape)
         position_XBT = position_BT.expand_as(keys_XBT)
         history.ids.scatter_(1, position_BT, ids_BT)
         history.keys.scatter_(2, position_XBT, keys_XBT)
         newest_XBT = _newest_occurrence(keys_XBT, position_BT, history.keys[:, :, :needed])
         history.previous.scatter_(2, position_XBT, newest_XBT)
-        ids_XBS = history.ids.expand_as(history.previous)
-        return self._follow(ids_XBS, history.previous, newest_XBT, position_BT), history
+        return self._follow(history.ids, history.previous, position_BT), history
 
-    def _follow(self, ids: Tensor, previous: Tensor, newest: Tensor, here: Tensor) -> Matches:
-        """Return the matches of contexts of the bytes `here` [..., n], whose newest occurrences are
-        given.
+    def _follow(self, ids: Tensor, previous: Tensor, here: Tensor) -> Matches:
+        """Return the matches of some bytes of documents by following the occurrences back.
 
-        newest [X, ..., n]: the byte of each; -1: none. ids and `previous` [X, ..., S]: the bytes of
-        the document, and the occurrence before the one that ends there."""
-        followed = []
-        occurrence = newest
+        A byte is given by its slot, 0 to S - 1. ids [..., S]: the byte in each slot.
+        previous [X, ..., S]: the slot of the last occurrence of the context that ends there; -1:
+        none. here [..., n]: the slots of the bytes."""
+        ids = ids.expand_as(previous)
+        here = here.expand(len(previous), *here.shape)
+        newest = previous.gather(-1, here)
+        next_ids = []
+        slot = newest
         for _ in range(self.occurrences):
-            next_byte = torch.where(occurrence < 0, -1, occurrence + 1)
-            followed.append(_gather_or_none(ids, next_byte).flatten(1).T)  # [M, X]
-            occurrence = _gather_or_none(previous, occurrence)
-        newest_id, older_id = followed[:2]
+            next_id = torch.where(slot < 0, -1, ids.gather(-1, slot + 1))
+            next_ids.append(next_id.flatten(1).T)  # [M, X]
+            slot = torch.where(slot < 0, -1, previous.gather(-1, slot.clamp_min(0)))
+        newest_id, older_id = next_ids[:2]
         kind = torch.where(older_id < 0, 0, torch.where(newest_id == older_id, 256, 512))
         is_byte = (newest_id >= 0) & (newest_id <= 255)
         row_MX = torch.where(is_byte, newest_id + kind, self.NOTHING)
         age = torch.where(newest < 0, 0, here - newest)
-        return Matches(row_MX, torch.stack(followed, dim=-1), age.flatten(1).T)
+        return Matches(row_MX, torch.stack(next_ids, dim=-1), age.flatten(1).T)
 
 
 def _newest_occurrence(keys_XBT: Tensor, position_BT: Tensor, stored_XBS: Tensor) -> Tensor:
@@ -304,11 +302,6 @@ def _newest_occurrence(keys_XBT: Tensor, position_BT: Tensor, stored_XBS: Tensor
         is_match = same_key & (count_S <= position[..., None])  # [X, B, bytes at once, S]
         newest.append(is_match.mul(count_S).amax(-1))
     return torch.cat(newest, dim=-1).long() - 1
-
-
-def _gather_or_none(x: Tensor, index: Tensor) -> Tensor:
-    """Gather x [..., S] at index [..., n], below S; -1 where the index is below 0."""
-    return torch.where(index < 0, -1, x.gather(-1, index.clamp_min(0)))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -388,9 +381,7 @@ class SegmentEngram(nn.Module):
         at_least_fp32 = torch.promote_types(dtype, torch.float32)
         length = torch.linalg.vector_norm(value_ND, dim=1, keepdim=True, dtype=at_least_fp32)
         mean_square = length.square() / value_ND.shape[1]
-        if not torch.is_grad_enabled():
-            tap_value, tap_segment = self.in_one_graph(value_ND, position_N)
-        elif self.compiled is not None:
+        if self.compiled is not None and torch.is_grad_enabled():
             mark_rows_dynamic(value_ND, position_N)
             tap_value, tap_segment = self.compiled(self, value_ND, position_N)
         else:  # cheap to recompute, and three times as large as its inputs
@@ -494,6 +485,8 @@ class _Similarity(torch.autograd.Function):
 # --------------------------------------------------------------------------------------------------
 # Engram at byte rate
 
+WHOLE_BLOCKS = 32  # multiples of it, so that sharding does not split blocks of 8-bit AdamW
+
 
 class ByteEngram(nn.Module):
     """A memory at byte rate: rows of contexts in tables, and of the match memory."""
@@ -506,8 +499,7 @@ class ByteEngram(nn.Module):
         self.table = EngramTable(contexts, 1, config.engram_byte_rows, dim) if contexts else None
         self.followed = None
         if match_contexts:
-            # a multiple of 32, so that sharding does not split blocks of 8-bit AdamW
-            rows = round_up(MatchMemory.NOTHING + 1, 32)
+            rows = round_up(MatchMemory.NOTHING + 1, WHOLE_BLOCKS)
             self.followed = nn.Parameter(torch.empty(match_contexts, rows, dim))
         self.proj = Linear((len(contexts) + match_contexts) * dim, config.hidden_size)
 
@@ -550,8 +542,7 @@ class OutputEngram(ByteEngram):
         self.votes = None
         contexts = len(config.engram_match_contexts)
         if config.engram_votes and contexts:
-            # a multiple of 32, so that sharding does not split blocks of 8-bit AdamW
-            self.ages = round_up(contexts, 32) if config.engram_vote_ages else 0
+            self.ages = round_up(contexts, WHOLE_BLOCKS) if config.engram_vote_ages else 0
             self.votes = nn.Sequential(
                 Linear(config.hidden_size + self.ages, config.hidden_size // 2),
                 nn.GELU(),
@@ -566,11 +557,11 @@ class OutputEngram(ByteEngram):
         logits = None if self.logits is None else self.logits(rows)
         if self.votes is not None:
             assert packed.matches is not None
-            followed, weight = self.cast_votes(state, packed.matches)
+            voted_id, weight = self.cast_votes(state, packed.matches)
             weight = wide(weight)
             if logits is None:
                 logits = weight.new_zeros(len(x_MD), self.config.vocab_size)
-            logits = logits.to(weight.dtype).scatter_add(1, followed.clamp_min(0), weight)
+            logits = logits.to(weight.dtype).scatter_add(1, voted_id.clamp_min(0), weight)
         return self.proj(rows), logits
 
     def cast_votes(self, state_MD: Tensor, matches: Matches) -> tuple[Tensor, Tensor]:
@@ -581,11 +572,11 @@ class OutputEngram(ByteEngram):
         weighs 0."""
         assert self.votes is not None
         # MatchMemory finds at least two
-        followed = matches.followed[:, :, : self.config.engram_votes].flatten(1)
-        is_byte = (followed >= 0) & (followed < 256)
+        voted_id = matches.next_ids[:, :, : self.config.engram_votes].flatten(1)
+        is_byte = (voted_id >= 0) & (voted_id < 256)
         seen = state_MD
         if self.ages:
             ages_MX = (matches.age.log1p() / 4).to(seen.dtype)  # up to about 2
             padding = self.ages - ages_MX.shape[1]
             seen = torch.cat((seen, F.pad(ages_MX, (0, padding))), dim=1)
-        return followed, torch.where(is_byte, self.votes(seen), 0)
+        return voted_id, torch.where(is_byte, self.votes(seen), 0)

@@ -40,16 +40,12 @@ def pool_segments(h: Tensor, b: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Ten
     return z_ND.to(h.dtype), segment_cu_seqlens
 
 
-def sum_segments(
-    h: Tensor, b: Tensor, cu_seqlens: Tensor, open_segment: tuple[Tensor, Tensor] | None = None
-) -> tuple[Tensor, Tensor, Tensor]:
+def sum_segments(h: Tensor, b: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Sum the bytes of each segment: numerator and denominator of pool_segments.
 
     Returns the sums of w_t h_t [N + B, D] and of w_t [N + B, 1], of the finished segments and then
-    of an open one per document; and segment_cu_seqlens int32 [B + 1] of the finished ones.
-
-    open_segment: sums [B, D] and weights [B, 1] of the open segments of a step before, which the
-    documents continue. Waits for the device."""
+    of an open one per document; and segment_cu_seqlens int32 [B + 1] of the finished ones. Waits
+    for the device."""
     documents = len(cu_seqlens) - 1
     document_M, ended_M = _documents_and_segments(b, cu_seqlens)
     segment_cu_seqlens = F.pad(ended_M, (1, 0)).index_select(0, cu_seqlens)
@@ -68,12 +64,16 @@ def sum_segments(
     rows = segments + documents
     weights = w_M.new_zeros(rows, 1).index_add(0, row_M, w_M[:, None])
     sums = _SumRows.apply(h, w_M, row_M, rows)
-    if open_segment is not None:
-        first_row = row_M.index_select(0, cu_seqlens[:-1])  # row of each document's first byte
-        open_sums, open_weights = open_segment
-        sums = sums.index_add(0, first_row, open_sums)
-        weights = weights.index_add(0, first_row, open_weights)
     return sums, weights, segment_cu_seqlens.to(torch.int32)
+
+
+def add_open_segments(sums: Tensor, segment_cu_seqlens: Tensor, open_sums: Tensor) -> Tensor:
+    """Add the sums [B, D] of the segments that the last decoding step left open to the sums
+    [N + B, D] of this step, see sum_segments. A document's first segment continues its open one."""
+    open_row_B = torch.arange(len(sums) - len(open_sums), len(sums), device=sums.device)
+    has_finished_B = segment_cu_seqlens.diff() > 0
+    row_B = torch.where(has_finished_B, segment_cu_seqlens[:-1], open_row_B)
+    return sums.index_add(0, row_B, open_sums)
 
 
 class _SumRows(torch.autograd.Function):

@@ -88,7 +88,7 @@ def test_matches_are_the_ids_after_the_last_occurrences_in_the_same_document(con
                     row = followed[0] + (256 if followed[0] == followed[1] else 512)
                 padded = (followed + [-1] * occurrences)[:occurrences]
                 assert matches.row[begin + t, column] == row
-                assert matches.followed[begin + t, column].tolist() == padded
+                assert matches.next_ids[begin + t, column].tolist() == padded
                 assert matches.age[begin + t, column] == (t - same[-1] if same else 0)
     for kind in (0, 512, 768):  # all of these occur
         assert ((kind <= matches.row) & (matches.row < kind + 256)).any()
