@@ -1,10 +1,11 @@
-"""Contexts: the ends of words, and keys that do not depend on where a context stands."""
+"""Contexts: the ends of words, the hash of a span. test_memory.py tests every kind of context."""
+
+from itertools import combinations
 
 import pytest
 import torch
 
-from conftest import text
-from spider.contexts import Past, word_ends
+from spider.contexts import BASE, Past, word_ends
 
 
 @pytest.mark.parametrize(
@@ -25,14 +26,14 @@ def test_words_end_at_the_first_byte_that_is_not_part_of_a_word(given, ends):
     assert "".join("x" if end else "_" for end in is_end) == ends.decode()
 
 
-def test_a_key_is_that_of_the_same_bytes_anywhere_in_a_text():
-    ids = torch.cat((text(1, 70)[0], torch.tensor(list(b"\nab cd ef\ngh ij k"))))
-    twice = torch.cat((ids, ids))
-    position = torch.arange(len(twice))
-    contexts = ("3", "1-4", "word1", "word2", "word1-2", "above")
-    keys = Past(twice, position, position).keys(contexts, torch.tensor([3, 5, 7]))
-    first, second = keys.chunk(2, dim=1)
-    last = slice(-7, None)  # the line before, and two ends of words, stand in both
-    assert torch.equal(first[:, last], second[:, last])
-    # of "gh ij k": word1 is empty after each word, word1-2 is "ef", "gh", "ij"
-    assert [len({*key.tolist()}) for key in first[:, last]] == [7, 7, 6, 7, 3, 7]
+def test_hash_of_a_span_is_the_sum_over_its_bytes_mod_2_to_the_64():
+    """Spans of the six bytes in the docstring of Past; `ab` has one hash in both places."""
+    given = b"xab ab"
+    index = torch.arange(6)
+    past = Past(torch.tensor(list(given)), index, index)
+    spans = [*combinations(range(7), 2)]
+    hashes = past.hash(*torch.tensor(spans).T).tolist()
+    for (begin, end), value in zip(spans, hashes, strict=True):
+        terms = [(given[k] + 1) * pow(BASE, k + 1 - end, 1 << 64) for k in range(begin, end)]
+        assert (value - sum(terms)) % (1 << 64) == 0
+    assert hashes[spans.index((1, 3))] == hashes[spans.index((4, 6))]

@@ -1,13 +1,14 @@
 """Lookup memories: matches in the document, votes on the next byte, the gate of a segment."""
 
-from itertools import pairwise
+from itertools import pairwise, product
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from conftest import documents, small_config, text
 from spider.contexts import Past
-from spider.memory import Matches, MatchMemory, OutputEngram, PackedBytes, _Similarity
+from spider.memory import Matches, MatchMemory, OutputEngram, _Similarity
 from spider.packing import Packing, document_cu_seqlens
 from tokenizer import BOS_ID, EOS_ID, PAD_ID
 
@@ -108,33 +109,26 @@ def test_votes_add_weights_to_the_logits_of_bytes_that_followed_the_newest_first
     generator = torch.Generator().manual_seed(0)
     for parameter in engram.parameters():
         torch.nn.init.normal_(parameter, generator=generator)
-    x = torch.randn(5, 32, generator=generator)
+    x = torch.randn(3, 32, generator=generator)
     followed = torch.tensor(
         [
             [[65, 66, 67], [65, 65, -1]],
             [[EOS_ID, 65, 66], [PAD_ID, 255, 256]],
             [[0, -1, -1], [-1, -1, -1]],
-            [[7, 8, 8], [8, 7, 7]],
-            [[255, 257, 1], [2, 3, 4]],
         ]
     )
-    age = torch.arange(10).view(5, 2)
-    matches = Matches(torch.zeros(5, 2, dtype=torch.int64), followed, age)
-    ids = torch.zeros(1, 5, dtype=torch.int64)
-    packing = Packing.build(document_cu_seqlens(ids), 5, 5, config, torch.float32)
-    past = Past(ids[0], packing.position, torch.arange(5))
-    _, logits = engram(x, PackedBytes(ids, packing, past, matches))
+    age = torch.arange(6).view(3, 2)
+    matches = Matches(torch.zeros(3, 2, dtype=torch.int64), followed, age)
+    _, logits = engram(x, SimpleNamespace(input_ids=x, matches=matches))
 
     normed = x * (x.square().mean(1, keepdim=True) + 1e-6).rsqrt()
-    seen = torch.cat((normed, (1 + age).log() / 4, torch.zeros(5, 30)), dim=1)
-    weights = engram.votes(seen).view(5, 2, votes)
-    expected = torch.zeros(5, config.vocab_size)
-    for row in range(5):
-        for context in range(2):
-            for vote in range(votes):
-                byte = int(followed[row, context, vote])
-                if 0 <= byte < 256:
-                    expected[row, byte] += weights[row, context, vote]
+    seen = torch.cat((normed, (1 + age).log() / 4, torch.zeros(3, 30)), dim=1)
+    weights = engram.votes(seen).view(3, 2, votes)
+    expected = torch.zeros(3, config.vocab_size)
+    for row, context, vote in product(range(3), range(2), range(votes)):
+        byte = int(followed[row, context, vote])
+        if 0 <= byte < 256:
+            expected[row, byte] += weights[row, context, vote]
     # with one vote each, the second row has votes for sentinels alone
     assert (expected != 0).any(1).all() == (votes > 1)
     torch.testing.assert_close(logits, expected)

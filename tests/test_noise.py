@@ -16,12 +16,6 @@ def correlation(a, b):
     return abs(torch.corrcoef(torch.stack((a.flatten(), b.flatten())))[0, 1])
 
 
-def test_noise_of_a_row_depends_on_the_seed_plus_its_index():
-    rows_0_to_7 = byte_noise(1000, 8, 16, CPU)
-    rows_4_to_7 = byte_noise(1004, 4, 16, CPU)
-    assert torch.equal(rows_0_to_7[4:], rows_4_to_7)
-
-
 @pytest.mark.parametrize("seed", (7, None))
 def test_noise_is_uniform_and_neighbours_are_not_correlated(seed):
     noise = uniform(byte_noise(seed, 200, 500, CPU))
