@@ -366,15 +366,24 @@ FROM_SCRATCH = Origin()
 def load_origin(directory: Path, resume: str | None, reset_steps: bool) -> Origin:
     """Load the checkpoint that a run in a directory begins with.
 
-    A directory with a good checkpoint holds a run, which resumes from the newest one. `resume` and
-    `reset_steps` say where a run begins that has no checkpoint yet. Therefore the same command
-    continues the run when it is repeated, as torchrun and Slurm do. Raise CheckpointError for a
-    request to go back or start over inside a directory, or a checkpoint that cannot be used."""
+        the directory has     --resume                           the run
+        a good checkpoint     none, the newest, the directory    resumes from the newest
+                              another file in it                 error
+                              elsewhere                          resumes from the newest
+        only bad ones         in the directory                   begins with what is named
+                              none, elsewhere                    error
+        no checkpoint         any                                begins with what is named
+
+    So a command that is repeated, as by torchrun and Slurm, continues its run. A run with a good
+    checkpoint refuses --reset_steps, unless --resume names something elsewhere and is not read.
+    Raise CheckpointError in these cases, and for a checkpoint that cannot be used."""
     newest = next(good_checkpoints(directory), None)
+    here = directory.resolve()
+    named = None
     inside = False  # whether `resume` names the directory, or a file in it
     if resume is not None:
         named = Path(os.path.realpath(resume))  # Path.resolve raises for links in a circle
-        inside = directory.resolve() == (named if named.is_dir() else named.parent)
+        inside = here == (named if named.is_dir() else named.parent)
     if newest is None:
         if not inside and checkpoint_paths(directory):
             raise CheckpointError(
@@ -383,20 +392,20 @@ def load_origin(directory: Path, resume: str | None, reset_steps: bool) -> Origi
             )
         return begin_run(resume, reset_steps)
     path, state = newest
-    if reset_steps and (inside or resume is None):
-        raise CheckpointError(
-            f"--reset_steps: {directory} already holds a run: name a new --ckpt_dir, and the "
-            f"checkpoint by --resume"
-        )
-    if inside and named not in (path.resolve(), directory.resolve()):
-        raise CheckpointError(
-            f"--resume: {directory} holds a later checkpoint than {resume}, {path.name}: to go "
-            f"back, name a new --ckpt_dir"
-        )
     if resume is not None and not inside:
         logger.info(
             f"{directory} holds a run, which resumes from its own checkpoint: --resume {resume} "
             f"is not read"
+        )
+    elif reset_steps:
+        raise CheckpointError(
+            f"--reset_steps: {directory} already holds a run: name a new --ckpt_dir, and the "
+            f"checkpoint by --resume"
+        )
+    elif named not in (None, here, path.resolve()):
+        raise CheckpointError(
+            f"--resume: {directory} holds a later checkpoint than {resume}, {path.name}: to go "
+            f"back, name a new --ckpt_dir"
         )
     return Origin(path, state, resumes=True)
 

@@ -34,7 +34,6 @@ def describe_plan(
 
     inherited: the flags that the environment and --config set."""
     flags = plan.flags
-    given = plan.given
     values, rules = plan.defaults
     parameters = sum(p.numel() for p in plan.model.parameters()) / 1e6
     hardware = f"{torch.get_num_threads()} threads"
@@ -50,7 +49,7 @@ def describe_plan(
         f"{flags.moe_backend}, optimizer {flags.optimizer}, recompute {flags.recompute}",
         *plan.reasons,
     ]
-    if "micro_batch" not in given | values.keys() or "global_batch" in given:
+    if "micro_batch" not in plan.given | values.keys() or "global_batch" in plan.given:
         lines.append(
             f"a step of {plan.step_bytes:,} bytes: --micro_batch {flags.micro_batch} --grad_accum "
             f"{flags.grad_accum}"
@@ -62,20 +61,21 @@ def describe_plan(
         )
     if "lr" in rules:
         lines += describe_rate(plan)
-    by_recipe = (values.keys() | rules.keys()) - given
-    if "global_batch" in given:
-        by_recipe.discard("micro_batch")
-    if "micro_batch" in given:
-        by_recipe.discard("global_batch")
-    names = [name for name in vars(flags) if name in by_recipe]
-    if names:
-        chosen = [as_argument(name, getattr(flags, name)) for name in names]
-        lines.append(f"recipe of {plan.recipe}: {' '.join(chosen)}")
-    for source, settings in inherited.items():
+    by_source = {f"recipe of {plan.recipe}": set_by_recipe(plan)} | dict(inherited)
+    for source, settings in by_source.items():
         if settings:
             words = [as_argument(name, value) for name, value in settings.items()]
             lines.append(f"{source}: {' '.join(words)}")
     return lines
+
+
+def set_by_recipe(plan: Plan) -> dict[str, object]:
+    """Return the flags whose values the recipe decided."""
+    names = (plan.defaults.values.keys() | plan.defaults.rules.keys()) - plan.given
+    # each of these two follows from the other
+    if plan.given & {"micro_batch", "global_batch"}:
+        names -= {"micro_batch", "global_batch"}
+    return {name: value for name, value in vars(plan.flags).items() if name in names}
 
 
 def describe_rate(plan: Plan) -> list[str]:
