@@ -17,7 +17,7 @@ core.out_proj, have dynamic scales. docs/results/performance.md has the loss wit
 import math
 from dataclasses import replace
 from functools import cache
-from typing import TYPE_CHECKING, TypeGuard
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -98,15 +98,27 @@ def convert_to_fp8(model: nn.Module, device: torch.device, experts: bool, step_b
         if isinstance(module, Float8Linear):
             scale = input_scales[name]
             module.__class__ = fp8_linear
-            # torchao's settings of the three products, for row counts that are multiples of 16 and
-            # for others; not in forward: Dynamo of torch 2.11 cannot construct them inside a graph
-            module.mm_config_aligned = module.mm_config(rows=16)
-            module.mm_config_ragged = module.mm_config(rows=1)
+            # for row counts that are multiples of 16 and for others; not made in forward, since
+            # Dynamo of torch 2.11 cannot construct them inside a graph
+            module.mm_config_aligned = mm_config(module, rows=16)
+            module.mm_config_ragged = mm_config(module, rows=1)
             # attributes, not buffers, which would leave fp32 with the model
             module.scale_of_input = None if scale is None else on_device(scale)
             module.scale_of_grad = grad_scale
         elif hasattr(module, "fp8"):  # MoE
             module.fp8 = experts
+
+
+def mm_config(linear: Any, rows: int) -> Any:
+    """Return torchao's settings of a Float8Linear's three products. They pad only inner dimensions
+    that are not multiples of 16: torchao copies a tensor even if the padding is empty."""
+    # of the output, the gradient of the input, and the gradient of the weight
+    inner_dims = (linear.in_features, linear.out_features, rows)
+    products = [
+        product._replace(pad_inner_dim=inner_dim % 16 > 0)
+        for product, inner_dim in zip(linear.linear_mm_config, inner_dims, strict=True)
+    ]
+    return type(linear.linear_mm_config)(*products)
 
 
 @cache
@@ -147,20 +159,6 @@ def fp8_linear_class() -> type[nn.Module]:
         cast = None  # see layers.Linear
         scale_of_input: Tensor | None  # fp32, no dimensions; None: dynamic
         scale_of_grad: Tensor
-
-        def mm_config(self, rows: int):
-            """Pad only inner dimensions that are not multiples of 16: torchao copies a tensor even
-            if the padding is empty."""
-
-            def padded(product, inner_dim: int):
-                return product._replace(pad_inner_dim=inner_dim % 16 > 0)
-
-            output, grad_input, grad_weight = self.linear_mm_config
-            return type(self.linear_mm_config)(
-                padded(output, self.in_features),
-                padded(grad_input, self.out_features),
-                padded(grad_weight, rows),
-            )
 
         def cast_weight(self, dtype: torch.dtype):
             if not self.training:

@@ -36,14 +36,13 @@ def context_of(name: str, document: list[int], t: int) -> list[int] | None:
     return None if stop > t + 1 else past[start:stop] + added
 
 
-def rows_with_repeats(with_words: bool) -> torch.Tensor:
+def rows_with_repeats() -> torch.Tensor:
     """Return rows [3, 60] of few different bytes, in documents that end in different ways."""
     rows = torch.cat((text(2, 60, 3) % 4 + 65, documents(7, 2, 30, 21) % 3 + 65))
     rows[rows == ord("D")] = 255
-    if with_words:
-        rows[rows == ord("B")] = ord("\n")
-        rows[1][rows[1] == ord("C")] = 0
-        rows[0, 12:50] = ord("A")  # no word ends within as many bytes as are read
+    rows[rows == ord("B")] = ord("\n")
+    rows[1][rows[1] == ord("C")] = 0
+    rows[0, 12:50] = ord("A")  # no word ends within as many bytes as are read
     rows[0, [9, 30]] = EOS_ID
     rows[1, 4] = PAD_ID
     rows[2, 6] = EOS_ID
@@ -63,7 +62,7 @@ def rows_with_repeats(with_words: bool) -> torch.Tensor:
     ids=str,
 )
 def test_matches_are_the_ids_after_the_last_occurrences_in_the_same_document(contexts, occurrences):
-    rows = rows_with_repeats(with_words=len(contexts) > 1)
+    rows = rows_with_repeats()
     ids = rows.flatten()
     cu_seqlens = document_cu_seqlens(rows)
     packing = Packing.build(cu_seqlens, len(ids), 60, small_config(), torch.float32)
@@ -103,7 +102,6 @@ def test_votes_add_weights_to_the_logits_of_bytes_that_followed_the_newest_first
         engram_vote_ages=True,
         engram_match_contexts=("2", "4"),
         engram_byte_contexts=(),
-        boundaries="words",
     )
     engram = OutputEngram(config)
     generator = torch.Generator().manual_seed(0)
