@@ -222,14 +222,23 @@ def check_product(
         used = int(expert_end_E[-1])
         expert_end_E = expert_end_E.int().to(device)
         for d, f in ((hidden, 2 * width), (width, hidden)):
-            operands = dict(rows=draw(used + ALIGNMENT, d), weights=draw(experts, d, f))
+            rows_PD = draw(used + ALIGNMENT, d)
+            weights_EDF = draw(experts, d, f)
             upstream_PF = draw(used + ALIGNMENT, f)
-            operands["rows"][used:] = math.nan
+            rows_PD[used:] = math.nan
             upstream_PF[used:] = math.nan
-            called = "the {}" + f" of {used} rows, {d} x {f},"
-            yield from value_and_gradients(
-                product, multiply_in_turn, operands, upstream_PF, expert_end_E, called=called
+            results = value_and_gradients(
+                product, (rows_PD, weights_EDF), upstream_PF, expert_end_E
             )
+            exact = value_and_gradients(
+                multiply_in_turn,
+                (rows_PD.float(), weights_EDF.float()),
+                upstream_PF.float(),
+                expert_end_E,
+            )
+            parts = ("value", "gradient of rows", "gradient of weights")
+            for part, result, exact_result in zip(parts, results, exact, strict=True):
+                yield Check(f"the {part} of {used} rows, {d} x {f},", result, exact_result)
 
 
 # --------------------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """Check a kernel on the device at hand: its results beside exact ones, before it is used."""
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -31,28 +31,16 @@ def find_wrong(checks: Iterable[Check]) -> str | None:
 
 
 def value_and_gradients(
-    kernel: Callable[..., Tensor],
-    reference: Callable[..., Tensor],
-    operands: Mapping[str, Tensor],
+    function: Callable[..., Tensor],
+    operands: Sequence[Tensor],
     upstream: Tensor,
     *constants: Tensor,
-    called: str,
-    tolerance: float = 0.0,
-) -> Iterator[Check]:
-    """Compute a kernel's value and its gradients, and those of a reference in fp32.
-
-    operands: by name, in the order of the arguments. upstream: the gradient of the value.
-    constants: further arguments. called: the checks' name, with {} for the value or the gradient.
-    """
-    names = ["value", *(f"gradient of {name}" for name in operands)]
-    results = []
-    for function, dtype in ((kernel, upstream.dtype), (reference, torch.float32)):
-        leaves = [t.detach().to(dtype).requires_grad_() for t in operands.values()]
-        value = function(*leaves, *constants)
-        gradients = torch.autograd.grad(value, leaves, upstream.to(dtype))
-        results.append((value.detach(), *gradients))
-    for name, result, exact in zip(names, *results, strict=True):
-        yield Check(called.format(name), result, exact, tolerance)
+) -> list[Tensor]:
+    """Return a function's value and the gradients of its operands. upstream: the gradient of the
+    value. constants: further arguments."""
+    leaves = [operand.detach().requires_grad_() for operand in operands]
+    value = function(*leaves, *constants)
+    return [value.detach(), *torch.autograd.grad(value, leaves, upstream)]
 
 
 def first_error(fault: Exception) -> str:

@@ -19,7 +19,6 @@ from spider.checkpoint import FROM_SCRATCH, Origin, check_weights
 from spider.common import LARGEST, CheckpointError, UsageError, say
 from spider.config import SpiderConfig
 from spider.distributed import World
-from spider.flash_attention import choose_flash_attention
 from spider.fp8 import describe_fp8
 from spider.optim import ENGRAM_TABLES, kinds_of
 from spider.run import RunProgress
@@ -337,8 +336,7 @@ def fit_into_minutes(plan: Plan, sources: Sequence[Source], rate: float) -> dict
 def with_machine(flags: "Flags", config: SpiderConfig, world: World) -> tuple["Flags", list[str]]:
     """Resolve precision, compilation, optimizer and expert backend; return the reasons to log, too.
 
-    Unlike the stages before it, this one asks the hardware and the other ranks. It also activates
-    FlashAttention in torch, for the whole process."""
+    Unlike the stages before it, this one asks the hardware and the other ranks."""
     device = world.device
     compiles, why_compile = machine.resolve_compile(flags.compile, device)
     precision, why_precision = machine.resolve_precision(flags.precision, device)
@@ -346,11 +344,6 @@ def with_machine(flags: "Flags", config: SpiderConfig, world: World) -> tuple["F
         check_fp8_experts(precision, device, config)
     dtype = torch.float32 if precision == "fp32" else torch.bfloat16
     backend, why_backend = resolve_backend(flags.moe_backend, device, config, dtype, compiles)
-    why_attention = ""
-    if precision != "fp32" and not flags.deterministic:
-        why_attention = choose_flash_attention(
-            device, config.n_heads, config.v_head_dim, config.byte_window
-        )
     # On unlike GPUs ranks may choose differently: a kernel is kept only where all chose it.
     if flags.moe_backend == "auto":
         agreed = any(world.all(backend == name) for name in KERNELS)
@@ -362,7 +355,7 @@ def with_machine(flags: "Flags", config: SpiderConfig, world: World) -> tuple["F
         compile=flags.compile if compiles else "off",
         optimizer="muon" if flags.optimizer == "auto" else flags.optimizer,
     )
-    reasons = [why_precision, why_compile, why_backend, why_attention]
+    reasons = [why_precision, why_compile, why_backend]
     return flags, [line for line in reasons if line]
 
 

@@ -13,7 +13,6 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
 from conftest import ROOT
-from spider.flash_attention import attend_by_mask
 
 OURS = {str(ROOT), str(ROOT / "spider"), str(ROOT / "tests")}
 CPU = torch.device("cpu")
@@ -66,10 +65,16 @@ def check_addresses(*operands: torch.Tensor):
 
 
 def varlen_attn(q, k, v, cu_seq_q, cu_seq_k, max_q, max_k, window_size):
-    """Attend inside documents by a mask, in place of the kernel, which leaves rows from max_q on as
-    they are."""
-    out = attend_by_mask(q.float(), k.float(), v.float(), cu_seq_q, window_size[0] + 1).to(q.dtype)
+    """Attend causally inside each document by a mask over all rows, in place of the kernel:
+    [rows, heads, width] -> the same. The kernel leaves rows from max_q on as they are."""
     row = torch.arange(len(q))
     document = torch.searchsorted(cu_seq_q[1:], row, right=True)
+    distance = row[:, None] - row
+    hidden = (document[:, None] != document) | (distance < 0)
+    if window_size[0] >= 0:
+        hidden |= distance > window_size[0]
+    score = torch.einsum("qhd,khd->hqk", q.float(), k.float()) * q.shape[-1] ** -0.5
+    weights = score.masked_fill(hidden, -torch.inf).softmax(-1)
+    out = torch.einsum("hqk,khd->qhd", weights, v.float()).to(q.dtype)
     is_computed = row - cu_seq_q.index_select(0, document) < max_q
     return torch.where(is_computed[:, None, None], out, torch.nan)
