@@ -68,7 +68,7 @@ from spider.common import (
     run_program,
     say,
 )
-from spider.config import MAX_LOOPS
+from spider.config import RANGES, SEQ_LEN
 from spider.distributed import World
 from spider.export import write_export
 from spider.inference import (
@@ -101,7 +101,7 @@ from spider_model import Spider
 
 
 def loop_counts(text: str) -> list[int]:
-    return [integer(1, MAX_LOOPS)(part) for part in text.split(",")]
+    return [integer(*RANGES["n_loops"])(part) for part in text.split(",")]
 
 
 def stop_text(text: str) -> bytes:
@@ -191,7 +191,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument_group("with --eval").add_argument
     add("--json", type=path_name, metavar="OUT", help="also write the results to a file")
     add("--field", default="text", help="JSON field with the text")
-    add("--seq_len", type=integer(2, 1 << 24), help="bytes per window (as trained)")
+    add("--seq_len", type=integer(*SEQ_LEN), help="bytes per window (as trained)")
     add(
         "--batch",
         type=integer(1),

@@ -80,6 +80,7 @@ from spider.memory import (
     PackedBytes,
     Recollection,
     SegmentEngram,
+    tables_of,
 )
 from spider.noise import byte_noise, dropped
 from spider.packing import (
@@ -1222,9 +1223,8 @@ class Spider(nn.Module):
     def zero_grad(self, set_to_none: bool = True):
         """Drop all gradients, including those gathered by Engram tables."""
         super().zero_grad(set_to_none)
-        for module in self.modules():
-            if isinstance(module, EngramTable):
-                module.forget()
+        for table in tables_of(self):
+            table.forget()
 
     @torch.no_grad()
     def update_expert_bias(self, tokens_per_expert: Tensor):

@@ -59,7 +59,7 @@ from spider.common import (
     path_name,
     real,
 )
-from spider.config import BACKENDS, MAX_LOOPS, OPTIMIZERS, PRESETS, RECOMPUTE, SpiderConfig
+from spider.config import BACKENDS, OPTIMIZERS, PRESETS, RANGES, RECOMPUTE, SEQ_LEN, SpiderConfig
 from spider.curves import write_curves
 from spider.distributed import Sharded, World, shard_model, sharding_of
 from spider.fp8 import convert_to_fp8, describe_fp8
@@ -77,7 +77,7 @@ from spider.plan import (
 )
 from spider.run import Metrics, RunProgress, StopSignals, start_profiler, start_wandb
 from spider.scoring import EVAL_BYTES, Totals, score_model
-from spider.state import gather_model, model_state
+from spider.state import gather_model, materialize, model_state, on_meta
 from spider.vocabulary import BOS_ID, IGNORED
 from spider_model import Spider, SpiderOutput
 from tokenizer import decode
@@ -153,10 +153,10 @@ class Flags:
         metavar="NAME=VALUE,...",
         heading="model",
     )
-    n_loops: int = flag(6, "loops of the recurrent core", integer(1, MAX_LOOPS), "N")
+    n_loops: int = flag(6, "loops of the recurrent core", integer(*RANGES["n_loops"]), "N")
     random_loops: bool = flag(False, "draw the loops of each step: Poisson with mean --n_loops")
 
-    seq_len: int = flag(2048, "bytes per sequence", integer(2, 1 << 24), "BYTES", heading="batch")
+    seq_len: int = flag(2048, "bytes per sequence", integer(*SEQ_LEN), "BYTES", heading="batch")
     micro_batch: int = flag(
         64,
         "sequences per device and micro-step; if --global_batch alone sets the bytes of a step: "
@@ -595,8 +595,7 @@ def build_model(model: Spider, plan: Plan, world: World) -> Spider:
     flags = plan.flags
     estimate.check_memory(plan, world)
     torch.manual_seed(flags.seed)
-    model.to_empty(device=world.device)
-    model.init_weights()
+    materialize(model, world.device)
     emulated = flags.precision == "fp8" and not machine.multiplies_bf16(world.device)
     in_fp32 = flags.precision == "fp32" or emulated
     model.compute_dtype = torch.float32 if in_fp32 else torch.bfloat16
@@ -884,9 +883,8 @@ def time_steps(plan: Plan, world: World, loader: Loader) -> float:
     run. They train a model of their own."""
     flags = plan.flags
     logger.info(f"timing steps of {plan.step_bytes:,} bytes")
-    with torch.device("meta"):  # a subclass may hold what cannot be copied from plan.model
-        model = plan.model_class(plan.config)
-    model = build_model(model, plan, world)
+    # plan.model is the run's, and a subclass may hold what cannot be copied
+    model = build_model(on_meta(plan.model_class, plan.config), plan, world)
     if flags.compile != "off":
         warm_up(model, plan, world.device)
     optimizers = optimizers_of(flags, model)

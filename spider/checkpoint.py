@@ -30,8 +30,8 @@ from loguru import logger
 from torch import Tensor, nn
 
 from spider import common
-from spider.common import LARGEST, CheckpointError, UsageError
-from spider.config import PRESETS, SpiderConfig
+from spider.common import LARGEST, CheckpointError, Range, UsageError
+from spider.config import PRESETS, SEQ_LEN, SpiderConfig
 from spider.distributed import World
 from spider.optim import Optimizers
 from spider.run import RunProgress
@@ -147,7 +147,7 @@ def recorded(state: dict) -> dict:
         check_plain(name, known[name])
     if known.get("recipe", "1b") not in PRESETS or 0 in [flags.get(name) for name in FLAGS]:
         raise ValueError("recipe or flags have a value that no run records")
-    if not 2 <= flags.get("seq_len", 2) <= 1 << 24:
+    if "seq_len" in flags and not Range(*SEQ_LEN).has(flags["seq_len"]):
         raise ValueError("seq_len has a value that no run records")
     return known
 
@@ -168,9 +168,9 @@ def check_plain(name: str, value: Any):
     for entry in entries:
         valid = isinstance(entry, types)
         if isinstance(entry, int):
-            valid = 0 <= entry <= LARGEST
+            valid = Range(0, LARGEST).has(entry)
         elif isinstance(entry, float) and name == "flags":
-            valid = 0 <= entry < math.inf
+            valid = Range(0).has(entry)
         if not valid:
             raise ValueError(f"{name} has a value that no run records")
 

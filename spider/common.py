@@ -24,7 +24,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import field, fields
 from itertools import groupby
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 from spider.vocabulary import BOS_ID, EOS_ID, PAD_ID
 
@@ -306,34 +306,50 @@ def truth(text: str) -> bool:
 LARGEST = (1 << 62) - 1
 
 
+class Range(NamedTuple):
+    """The numbers from low to high; with `above`, without low."""
+
+    low: float
+    high: float = math.inf
+    above: bool = False
+
+    def has(self, value: float) -> bool:
+        """Return whether a number is in the range. Infinity and NaN are in none."""
+        at_excluded_end = self.above and value == self.low
+        return self.low <= value <= self.high and value < math.inf and not at_excluded_end
+
+    def __str__(self) -> str:
+        if self.high < LARGEST and not self.above:
+            return f"from {self.low:,} to {self.high:,}"
+        text = f"above {self.low:,}" if self.above else f"of at least {self.low:,}"
+        return f"{text}, at most {self.high:,}" if self.high < LARGEST else text
+
+
 def integer(low: int, high: int = LARGEST) -> Callable:
-    """Make a parser of whole numbers from low to high, also in the form 10e9, for `type` of an
+    """Make a parser of whole numbers in a range, also in the form 10e9, for `type` of an
     argument."""
+    allowed = Range(low, high)
 
     def parse(text: str) -> int:
         with suppress(ValueError):
             value = int(text) if text.isdigit() else float(text)
-            if low <= value <= high and value == int(value):
+            if allowed.has(value) and value == int(value):
                 return int(value)
-        bounds = f"of at least {low}" if high == LARGEST else f"from {low} to {high}"
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number {bounds}")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number {allowed}")
 
     return parse
 
 
 def real(low: float, high: float = math.inf, above: bool = False) -> Callable:
-    """Make a parser of finite numbers from low to high, or `above` low, for `type` of an
-    argument."""
+    """Make a parser of numbers in a range, for `type` of an argument."""
+    allowed = Range(low, high, above)
 
     def parse(text: str) -> float:
         with suppress(ValueError):
             value = float(text)
-            if low <= value <= high and value < math.inf and not (above and value == low):
+            if allowed.has(value):
                 return value
-        bounds = f"above {low:g}" if above else f"of at least {low:g}"
-        if high < math.inf:
-            bounds += f", at most {high:g}"
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number {bounds}")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number {allowed}")
 
     return parse
 

@@ -8,6 +8,7 @@ from functools import cache
 from itertools import islice
 from typing import Any
 
+from spider.common import Range
 from spider.vocabulary import VOCAB_SIZE
 
 BOUNDARIES = ("learned", "flexitokens", "words")
@@ -16,7 +17,6 @@ OPTIMIZERS = ("adamw", "adamw8bit", "muon")
 BACKENDS = ("loop", "grouped", "triton", "tile")  # see tile_moe.py
 SPAN_BYTES = 32  # the longest context of a memory, in bytes
 REACH = {"byte": SPAN_BYTES, "word": SPAN_BYTES, "line": 256}  # past bytes that contexts read
-MAX_LOOPS = 4096  # the most loops of the core, in flags and checkpoints
 
 
 @dataclass
@@ -104,9 +104,9 @@ class SpiderConfig:
                 wanted = f"tuple of {of.__name__}" if kind is tuple else kind.__name__
                 raise ValueError(f"{name} must be of type {wanted}")
             if name in RANGES:
-                low, high = RANGES[name]
-                if not low <= value <= high:
-                    raise ValueError(f"{name} must be from {low:,} to {high:,}")
+                allowed = Range(*RANGES[name])
+                if not allowed.has(value):
+                    raise ValueError(f"{name} must be {allowed}")
         self._check_sizes()
         self._check_contexts()
         self._check_tables()
@@ -281,6 +281,7 @@ def parse_value(name: str, text: str, default: Any) -> Any:
 NUMBER = "[1-9][0-9]?"
 CONTEXT = re.compile(f"(?P<unit>word)?((?P<first>{NUMBER})-)?(?P<last>{NUMBER})")
 
+SEQ_LEN = (2, 1 << 24)  # the range of --seq_len
 # The range of every number. Within the upper bounds no product of sizes overflows, and no model
 # takes minutes to construct.
 WEIGHT = (0, 1_000_000)  # range of the weight of a term of the loss
@@ -290,7 +291,7 @@ RANGES = {
     "n_prelude_layers": (0, 256),
     "n_recurrent_layers": (0, 256),
     "n_coda_layers": (0, 256),
-    "n_loops": (1, MAX_LOOPS),
+    "n_loops": (1, 4096),
     "n_heads": (1, 1024),
     "q_lora_rank": (1, 65_536),
     "kv_lora_rank": (1, 65_536),

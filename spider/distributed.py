@@ -33,7 +33,7 @@ from torch.multiprocessing import _prctl_pr_set_pdeathsig  # type: ignore[attr-d
 
 from spider import common
 from spider.common import UsageError, WorldError
-from spider.memory import EngramTable
+from spider.memory import EngramTable, tables_of
 
 if TYPE_CHECKING:  # their import takes most of a second, and one process does not need them
     from torch.distributed.device_mesh import DeviceMesh
@@ -327,7 +327,7 @@ def shard_model(model: Any, world: World, grad_accum: int):
         return
     from torch.distributed.fsdp import fully_shard
 
-    tables = {m.weight for m in model.modules() if isinstance(m, EngramTable)}
+    tables = {table.weight for table in tables_of(model)}
     rows = {name: len(p) for name, p in model.named_parameters() if p.ndim}
     # FSDP warns of views among outputs, in case they are written to; here they are not.
     warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")

@@ -45,10 +45,10 @@ from spider.config import SpiderConfig
 from spider.decode import PIECE, DecodingState
 from spider.distributed import UNSHARDED, World
 from spider.machine import multiplies_bf16
-from spider.memory import EngramTable
+from spider.memory import tables_of
 from spider.optim import RowwiseAdagrad
 from spider.scoring import Reading, Totals, score_batches, score_model
-from spider.state import load_model, load_optimizers
+from spider.state import load_optimizers, materialize, on_meta
 from spider.vocabulary import BOS_ID, EOS_ID, IGNORED, PAD_ID
 from spider_model import Spider
 
@@ -77,8 +77,7 @@ def read_checkpoint(name: str, model_class: type[Spider]) -> tuple[Path, dict]:
         path, saved = newest
         logger.info(f"{path}: the newest checkpoint in {name}, step {saved['step']}")
         mention_best(Path(name), saved)
-    with torch.device("meta"):
-        model = model_class(SpiderConfig.from_saved(saved["cfg"]))
+    model = on_meta(model_class, SpiderConfig.from_saved(saved["cfg"]))
     check_weights(path, saved, model)
     return path, saved
 
@@ -130,11 +129,8 @@ def model_of(
     saved: dict, device: torch.device, dtype: torch.dtype, model_class: type[Spider]
 ) -> Spider:
     """Build the model of a checkpoint in evaluation mode, with products in a dtype."""
-    with torch.device("meta"):
-        model = model_class(SpiderConfig.from_saved(saved["cfg"]))
-    model.to_empty(device=device)
-    model.init_weights()  # also buffers, which are not in the file
-    load_model(model, saved["model_state_dict"])
+    model = on_meta(model_class, SpiderConfig.from_saved(saved["cfg"]))
+    materialize(model, device, saved["model_state_dict"])
     model.compute_dtype = dtype
     remark = model.choose_backend()
     if remark:
@@ -376,19 +372,16 @@ def half_overlapping(length: int, seq_len: int) -> Iterator[Span]:
 def read_rows(
     stream: "Stream", spans: Sequence[Span], seq_len: int, special: bool
 ) -> tuple[Tensor, Tensor]:
-    """Read spans of at most seq_len ids; return ids and labels, int64 [spans, seq_len]. Shorter
-    ones are padded. special: whether ids above 255, such as EOS, count."""
-    rows = np.full((len(spans), seq_len + 1), PAD_ID, np.int64)
-    for row, span in zip(rows, spans, strict=True):
-        row[: span.stop + 1 - span.start] = stream.read(span.start, span.stop + 1)
-    labels = rows[:, 1:].copy()
-    if special:
-        labels[labels == PAD_ID] = IGNORED
-    else:
+    """Read spans of at most seq_len ids, see Stream.rows. special: whether labels above 255, such
+    as EOS, count."""
+    start = np.array([span.start for span in spans])
+    stop = np.array([span.stop for span in spans])
+    ids, labels = stream.rows(start, stop, seq_len)
+    if not special:
         labels[labels > 255] = IGNORED
     for label, span in zip(labels, spans, strict=True):
         label[: span.context] = IGNORED
-    return torch.from_numpy(rows[:, :-1].copy()), torch.from_numpy(labels)
+    return ids, labels
 
 
 def windows(stream: "Stream", seq_len: int, batch: int) -> Iterator[tuple[Tensor, Tensor]]:
@@ -461,7 +454,7 @@ class Adaptation:
     def __init__(self, model: Spider, saved: dict, n_loops: int):
         """saved: the content of the model's checkpoint, whose accumulators set the size of each
         table row's steps. Raise CheckpointError if it has none."""
-        tables = [module for module in model.modules() if isinstance(module, EngramTable)]
+        tables = tables_of(model)
         accumulators = saved.get("optimizer_state_dict", {}).get("engram")
         if not tables or not accumulators or not saved.get("bytes_seen") or not saved["step"]:
             raise CheckpointError(

@@ -159,6 +159,11 @@ class EngramTable(HashedContexts):
         self.sums = None
 
 
+def tables_of(model: nn.Module) -> list[EngramTable]:
+    """Return the Engram tables of a model, in the order of its modules."""
+    return [module for module in model.modules() if isinstance(module, EngramTable)]
+
+
 class _Lookup(torch.autograd.Function):
     """Look up rows of a table by address, [n, tables] -> [n, tables, dim]. The table gathers their
     gradients."""

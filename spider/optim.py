@@ -23,7 +23,7 @@ from spider.common import WorldError
 from spider.config import OPTIMIZERS
 from spider.distributed import Sharded, ShardedParameter, sharding_of
 from spider.machine import multiplies_bf16, quiet
-from spider.memory import EngramTable, Lookups
+from spider.memory import EngramTable, Lookups, tables_of
 from spider.muon_ranks import MatrixAssignment
 from spider.state import SCALE_BLOCK, load_optimizers, optimizer_states
 
@@ -150,7 +150,7 @@ class Optimizers:
         if optimizer not in OPTIMIZERS:
             raise ValueError(f"optimizer: {optimizer!r} is not one of {', '.join(OPTIMIZERS)}")
         self.sharding = sharding_of(model)
-        self.tables = [m for m in model.modules() if isinstance(m, EngramTable)]
+        self.tables = tables_of(model)
         params = self.sharding.parameters(model)
         kinds = kinds_of(model)
         matrices = [params[name] for name, kind in kinds.items() if kind.optimizer == "muon"]

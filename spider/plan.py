@@ -20,8 +20,10 @@ from spider.common import LARGEST, CheckpointError, UsageError, say
 from spider.config import SpiderConfig
 from spider.distributed import World
 from spider.fp8 import describe_fp8
+from spider.memory import tables_of
 from spider.optim import ENGRAM_TABLES, kinds_of
 from spider.run import RunProgress
+from spider.state import on_meta
 from spider.vocabulary import VOCAB_SIZE
 from spider_model import Spider
 from tile_moe import KERNELS, multiplies_at_once, resolve_backend
@@ -91,12 +93,11 @@ def settle(
     defaults = recipes[recipe]
     flags = with_recipe(command, defaults, origin)
     config = model_config(flags, recipe, origin, model_class)
-    with torch.device("meta"):
-        model = model_class(config)
+    model = on_meta(model_class, config)
     if origin.state is not None and origin.path is not None:
         world.on_rank0(partial(check_weights, origin.path, origin.state, model))
 
-    if not estimate.tables_of(model):
+    if not tables_of(model):
         if flags.engram_reset and "engram_reset" in given:
             raise UsageError("--engram_reset: this model has no Engram tables")
         flags = replace(flags, engram_reset=False)
@@ -212,8 +213,7 @@ def check_same_model(
 
 def shapes(config: SpiderConfig, model_class: type[Spider]) -> dict[str, tuple[int, ...]]:
     """Return the shapes of a model's parameters and buffers by name."""
-    with torch.device("meta"):
-        weights = model_class(config).state_dict()
+    weights = on_meta(model_class, config).state_dict()
     return {name: tuple(value.shape) for name, value in weights.items()}
 
 

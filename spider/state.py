@@ -1,5 +1,7 @@
 """The state of a model and its optimizers on its way to a checkpoint, and back.
 
+To build: `on_meta` makes a model without storage, `materialize` gives it storage and values.
+
 To save: `model_state` and `optimizer_states` return it with `ShardedRows` where each rank has only
 a part, and `copy_to_host` copies it to host memory. checkpoint.py writes the copy to a file.
 
@@ -30,6 +32,7 @@ from spider.common import CheckpointError
 from spider.distributed import ShardedParameter, Sharding, World, sharding_of
 
 if TYPE_CHECKING:
+    from spider.config import SpiderConfig
     from spider_model import Spider
 
 SCALE_BLOCK = 256  # numbers that share a scale in 8-bit AdamW
@@ -46,6 +49,28 @@ def row_bounds(param: ShardedParameter, key: str) -> list[int] | None:
         row = math.prod(param.shape[1:])
         return [math.ceil(bound * row / SCALE_BLOCK) for bound in param.bounds]
     return None
+
+
+# --------------------------------------------------------------------------------------------------
+# A new model
+
+
+def on_meta(model_class: type["Spider"], config: "SpiderConfig") -> "Spider":
+    """Build a model on the meta device, with shapes but without storage."""
+    with torch.device("meta"):
+        return model_class(config)
+
+
+def materialize(
+    model: "Spider", device: torch.device, weights: Mapping[str, Tensor] | None = None
+) -> "Spider":
+    """Give a model on the meta device storage and initial values, then load the weights, if any.
+    Return the model. Raise CheckpointError if the weights do not fit."""
+    model.to_empty(device=device)
+    model.init_weights()  # also sets hash constants, which no file holds
+    if weights is not None:
+        load_model(model, weights)
+    return model
 
 
 # --------------------------------------------------------------------------------------------------
@@ -178,11 +203,7 @@ def gather_model(model: "Spider") -> "Spider | None":
     weights = copy_to_host(model_state(model), None, world.is_rank0)
     if not world.is_rank0:
         return None
-    with torch.device("meta"):
-        whole = type(model)(model.config)
-    whole.to_empty(device=world.device)
-    whole.init_weights()  # also sets hash constants, which no state holds
-    whole.load_state_dict(weights)
+    whole = materialize(on_meta(type(model), model.config), world.device, weights)
     whole.compute_dtype = model.compute_dtype
     whole.set_backend(model.backend)
     return whole

@@ -135,11 +135,6 @@ def on_meta(config: SpiderConfig) -> Spider:
         return Spider(config)
 
 
-def tables_of(model: Spider) -> list[EngramTable]:
-    """Return a model's Engram tables."""
-    return [module for module in model.modules() if isinstance(module, EngramTable)]
-
-
 def weights_of(model) -> dict[str, torch.Tensor]:
     """Copy the weights and buffers of a model."""
     return {key: value.clone() for key, value in model.state_dict().items()}

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import conftest
-from conftest import assert_same, lookups_of, metrics, run, tables_of, weights_of
+from conftest import assert_same, lookups_of, metrics, run, weights_of
 from preparing import stream
 from spider.common import CheckpointError
 from spider.inference import (
@@ -21,6 +21,7 @@ from spider.inference import (
     model_of,
     read_checkpoint,
 )
+from spider.memory import tables_of
 from spider.scoring import Totals
 from spider_model import Spider
 from tokenizer import BOS_ID, EOS_ID, PAD_ID

@@ -8,10 +8,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from conftest import awake, has_lookups, lookups_of, small_config, tables_of, text, weights_of
+from conftest import awake, has_lookups, lookups_of, small_config, text, weights_of
 from jobs import run_ranks
 from spider.distributed import UNSHARDED, ShardedParameter
-from spider.memory import EngramTable
+from spider.memory import EngramTable, tables_of
 from spider.muon_ranks import MatrixAssignment
 from spider.optim import AdamW, Optimizers, RowwiseAdagrad, kinds_of
 from spider.state import load_optimizers

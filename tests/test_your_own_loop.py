@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from conftest import ROOT, code_blocks, has_lookups, tables_of
+from conftest import ROOT, code_blocks, has_lookups
 from spider.checkpoint import load_checkpoint
 from spider.inference import model_of
-from spider.memory import EngramTable
+from spider.memory import EngramTable, tables_of
 from spider_model import Spider
 
 # Three blocks train a model, save it, and train it with another optimizer. The last one trains one
