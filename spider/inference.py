@@ -358,15 +358,13 @@ class Span(NamedTuple):
     context: int  # number of first labels that do not count: another row has scored them
 
 
-def half_overlapping(length: int, seq_len: int) -> Iterator[Span]:
-    """Cut a text of `length` ids into windows that overlap by half. Every id after the first counts
-    once, in the first window that has it."""
-    if length > 1:
-        last = length - 1
-        stride = max(1, seq_len // 2)
-        for start in range(0, max(1, last - seq_len + stride), stride):
-            context = 0 if start == 0 else seq_len - stride
-            yield Span(start, min(start + seq_len, last), context)
+def cut(length: int, counted: int, context: int) -> Iterator[Span]:
+    """Cut a text of `length` ids into rows with `counted` labels that count, after at most
+    `context` others. Every id after the first counts once."""
+    last = length - 1
+    for begin in range(0, last, counted):
+        start = max(0, begin - context)
+        yield Span(start, min(begin + counted, last), begin - start)
 
 
 def read_rows(
@@ -387,7 +385,8 @@ def read_rows(
 def windows(stream: "Stream", seq_len: int, batch: int) -> Iterator[tuple[Tensor, Tensor]]:
     """Cut a stream into batches of (ids, labels), int64 [n, seq_len], of windows that overlap by
     half. Every byte after the first id is a label once."""
-    spans = half_overlapping(len(stream), seq_len)
+    counted = seq_len // 2
+    spans = cut(len(stream), counted, seq_len - counted)
     while rows := list(islice(spans, batch)):
         yield read_rows(stream, rows, seq_len, special=False)
 
@@ -402,13 +401,13 @@ def score_windows(
 ) -> Totals:
     """Score the bytes of a stream by windows of at most seq_len bytes, `batch` at a time."""
     seq_len = min(seq_len, max(2, len(stream) - 1))
-    n_ids = seq_len * sum(1 for _ in half_overlapping(len(stream), seq_len))
+    n_windows = math.ceil((len(stream) - 1) / (seq_len // 2))
     return score_model(
         model,
         windows(stream, seq_len, batch),
         n_loops,
         World({}, model.embed_tokens.device),
-        progress_bar("evaluating", n_ids),
+        progress_bar("evaluating", n_windows * seq_len),
     )
 
 
@@ -435,14 +434,6 @@ RATE = 0.4  # the tables' learning rate; in training 0.25
 DENSE_RATE = 1.5e-4  # AdamW's learning rate, for all other weights
 CHUNK = 1024  # bytes between two steps
 CONTEXT = 1024  # bytes before a chunk that the model sees, at most
-
-
-def chunks(length: int) -> Iterator[Span]:
-    """Cut a text of `length` ids into chunks whose labels count, each with its context before."""
-    last = length - 1
-    for begin in range(0, last, CHUNK):
-        start = max(0, begin - CONTEXT)
-        yield Span(start, min(begin + CHUNK, last), begin - start)
 
 
 class Adaptation:
@@ -484,7 +475,7 @@ class Adaptation:
 
     def score(self, stream: "Stream", special: bool) -> Totals:
         """Read a stream. special: whether ids above 255 count, too."""
-        spans = list(chunks(len(stream)))
+        spans = list(cut(len(stream), CHUNK, CONTEXT))
 
         def rows() -> Iterator[tuple[Tensor, Tensor]]:
             for span in spans:

@@ -84,7 +84,8 @@ class WideProduct(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x_MD, weight_FD, weight_terms):
         ctx.save_for_backward(x_MD, weight_terms)
-        return mm_to_fp32(x_MD, weight_terms.mT).unflatten(1, (3, -1)).sum(1)
+        products = torch.mm(x_MD, weight_terms.mT, out_dtype=torch.float32)  # [M, 3 * F]
+        return products.unflatten(1, (3, -1)).sum(1)
 
     @staticmethod
     def backward(ctx, grad_MF):
@@ -100,7 +101,8 @@ class WideProduct(torch.autograd.Function):
             weights = torch.cat((weight_1, weight_2, weight_1))
             grad_x_MD = torch.cat((grad_1, grad_1, grad_2), dim=1) @ weights
         if ctx.needs_input_grad[1]:
-            grad_weight_FD = mm_to_fp32(grad_terms.mT, x_MD).unflatten(0, (3, -1)).sum(0)
+            products = torch.mm(grad_terms.mT, x_MD, out_dtype=torch.float32)  # [3 * F, D]
+            grad_weight_FD = products.unflatten(0, (3, -1)).sum(0)
         return grad_x_MD, grad_weight_FD, None
 
 
@@ -112,13 +114,6 @@ def bf16_terms(x: Tensor, dim: int = 0) -> Tensor:
     second = rest.to(torch.bfloat16)
     third = (rest - second).to(torch.bfloat16)
     return torch.cat((first, second, third), dim=dim)
-
-
-def mm_to_fp32(a: Tensor, b: Tensor) -> Tensor:
-    """Multiply bf16 matrices to fp32, without rounding the sums to bf16."""
-    if a.is_cuda:
-        return torch.mm(a, b, out_dtype=torch.float32)
-    return a.float() @ b.float()
 
 
 def weight_of(linear: nn.Linear, dtype: torch.dtype) -> Tensor:

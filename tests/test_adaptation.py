@@ -17,7 +17,7 @@ from spider.inference import (
     DENSE_RATE,
     RATE,
     Adaptation,
-    chunks,
+    cut,
     model_of,
     read_checkpoint,
 )
@@ -68,8 +68,9 @@ def tables(adaptation: Adaptation) -> list[list[torch.Tensor]]:
     ]
 
 
-def test_chunks_count_each_label_once_behind_up_to_1024_bytes():
-    assert [*chunks(2500)] == [(0, 1024, 0), (0, 2048, 1024), (1024, 2499, 1024)]
+def test_chunks_count_each_label_once_after_up_to_1024_bytes():
+    chunks = [*cut(2500, counted=1024, context=1024)]
+    assert chunks == [(0, 1024, 0), (0, 2048, 1024), (1024, 2499, 1024)]
 
 
 def test_first_chunk_is_scored_by_the_checkpoint_and_later_ones_better(checkpoint):
