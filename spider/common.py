@@ -9,7 +9,6 @@ import difflib
 import errno
 import glob
 import importlib.util
-import math
 import os
 import platform
 import re
@@ -304,24 +303,22 @@ def truth(text: str) -> bool:
 
 # whole number of a flag or in a checkpoint: two of them add up within 64 bits
 LARGEST = (1 << 62) - 1
+LARGEST_FLOAT = sys.float_info.max  # infinity is in no range
 
 
 class Range(NamedTuple):
     """The numbers from low to high; with `above`, without low."""
 
     low: float
-    high: float = math.inf
+    high: float = LARGEST_FLOAT
     above: bool = False
 
     def has(self, value: float) -> bool:
-        """Return whether a number is in the range. Infinity and NaN are in none."""
-        at_excluded_end = self.above and value == self.low
-        return self.low <= value <= self.high and value < math.inf and not at_excluded_end
+        is_high_enough = value > self.low if self.above else value >= self.low
+        return is_high_enough and value <= self.high
 
     def __str__(self) -> str:
-        if self.high < LARGEST and not self.above:
-            return f"from {self.low:,} to {self.high:,}"
-        text = f"above {self.low:,}" if self.above else f"of at least {self.low:,}"
+        text = f"above {self.low:,}" if self.above else f"at least {self.low:,}"
         return f"{text}, at most {self.high:,}" if self.high < LARGEST else text
 
 
@@ -335,12 +332,12 @@ def integer(low: int, high: int = LARGEST) -> Callable:
             value = int(text) if text.isdigit() else float(text)
             if allowed.has(value) and value == int(value):
                 return int(value)
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number {allowed}")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number that is {allowed}")
 
     return parse
 
 
-def real(low: float, high: float = math.inf, above: bool = False) -> Callable:
+def real(low: float, high: float = LARGEST_FLOAT, above: bool = False) -> Callable:
     """Make a parser of numbers in a range, for `type` of an argument."""
     allowed = Range(low, high, above)
 
@@ -349,7 +346,7 @@ def real(low: float, high: float = math.inf, above: bool = False) -> Callable:
             value = float(text)
             if allowed.has(value):
                 return value
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number {allowed}")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number that is {allowed}")
 
     return parse
 

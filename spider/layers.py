@@ -49,11 +49,11 @@ class Linear(nn.Linear):
 
 
 class WideLinear(Linear):
-    """Linear that computes in fp32 (or wider) for any input dtype: router, boundary and halting
-    predictors, whose near-ties a narrower dtype would decide otherwise.
+    """Linear that computes in fp32 (or wider) for any input dtype. Near-ties of router, boundary
+    and halting predictors would flip in a narrower dtype, and in TF32, which neither this project
+    nor torch's defaults allow.
 
-    Nothing here allows TF32, nor does torch by default. On a GPU, bf16 inputs take WideProduct;
-    `cast` then has the terms of the weight."""
+    On a GPU, bf16 inputs take WideProduct; `cast` then has the terms of the weight."""
 
     def cast_weight(self, dtype: torch.dtype):
         """Keep the terms of the weight, see WideProduct."""
@@ -73,7 +73,8 @@ class WideLinear(Linear):
 
 class WideProduct(torch.autograd.Function):
     """Multiply bf16 x [M, D] by an fp32 weight [F, D] to fp32 [M, F]: as exactly as fp32 does, but
-    on the tensor cores of bf16, which are more than ten times as fast.
+    on the tensor cores of bf16, which are more than ten times as fast. An fp32 product would make a
+    step of `1b` 2% longer (docs/results/performance.md).
 
     An fp32 number is the sum of three terms in bf16, of 8 bits each. Products of two bf16 numbers
     are exact in fp32, which also sums them. So this is one product with three times the columns.

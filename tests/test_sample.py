@@ -386,8 +386,8 @@ def files(trained, tmp_path, monkeypatch) -> Path:
         ("run b --prompt a", "only --eval takes several checkpoints"),
         ("run --prompt a --n_loops 1,2", "several checkpoints or numbers of loops"),
         ("run --stop=", "--stop: an empty text would end every sample"),
-        ("run --n_loops 4097", "--n_loops: '4097' is not a whole number from 1"),
-        ("run --top_p 0", "--top_p: '0' is not a number above 0, at most 1"),
+        ("run --n_loops 4097", "--n_loops: '4097' is not a whole number that is at least 1"),
+        ("run --top_p 0", "--top_p: '0' is not a number that is above 0, at most 1"),
         # checkpoints
         ("", "checkpoints: no such file or directory: name another, or train first"),
         ("text.pt", "text.pt is not a checkpoint"),
