@@ -11,7 +11,7 @@ Shapes: n matrices [n, r, c].
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 from functools import partial
 from typing import Any, NamedTuple
@@ -161,7 +161,6 @@ class Optimizers:
         assert len(self.dense) + len(self.tables) == len(params), "a parameter without an optimizer"
 
         groups = adamw_groups(params, kinds, lr, weight_decay)
-        betas = (beta1, beta2)
         self.by_name: dict[str, torch.optim.Optimizer] = {}
         if optimizer == "muon":
             assignment = None
@@ -172,10 +171,12 @@ class Optimizers:
             self.by_name["muon"] = Muon(matrices, lr, momentum, weight_decay, assignment)
         else:
             groups[0]["params"] += matrices
+        name = "adamw"
+        adamw: Callable[..., torch.optim.Optimizer] = partial(AdamW, fused=True)
         if optimizer == "adamw8bit":
-            self.by_name["adamw8bit"] = adamw_8bit(groups, lr, betas, self.sharding.params)
-        else:
-            self.by_name["adamw"] = AdamW(groups, lr=lr, betas=betas, fused=True)
+            name = "adamw8bit"
+            adamw = adamw_8bit_class(self.sharding.params)
+        self.by_name[name] = adamw(groups, lr=lr, betas=(beta1, beta2))  # both get all settings
         self.adagrad: RowwiseAdagrad | None = None
         if self.tables:
             self.adagrad = RowwiseAdagrad(self.tables, engram_lr)
@@ -249,102 +250,111 @@ class Muon(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self) -> None:  # type: ignore[override]  # torch's may also evaluate the loss
         for group in self.param_groups:
-            if self.assignment is not None:
-                self._step_assigned(group, self.assignment)
+            if self.assignment is not None:  # all parameters at once, for a single exchange
+                self._step_batches([[p] for p in group["params"]], group)
                 continue
             params = [p for p in group["params"] if p.grad is not None]
-            for indices in batches_by_shape(params):
-                batch = [params[i] for i in indices]
-                ahead, mask = self._look_ahead(batch, group["momentum"])
-                apply_updates(batch, orthogonal_update(ahead, mask, group["lr"]), mask, group)
+            for batch in batches_by_shape(params):  # one after another, which takes less memory
+                self._step_batches([batch], group)
 
-    def _step_assigned(self, group: dict, assignment: MatrixAssignment):
-        """Step sharded parameters, of which this rank has some rows, or some matrices of a stack.
-        All ranks exchange all parameters, with zeros for those without a gradient."""
-        aheads = []
-        masks: list[Tensor | None] = []
-        for p in group["params"]:
-            if p.grad is None:
-                aheads.append(torch.zeros_like(p, dtype=self.dtype))
-                masks.append(None)
-                continue
-            ahead, mask = self._look_ahead([p], group["momentum"])
-            aheads.append(ahead.view(p.shape))
-            masks.append(mask)
-        updates = assignment(aheads, partial(updates_of, lr=group["lr"]))
-        for p, update, known_mask in zip(group["params"], updates, masks, strict=True):
-            if known_mask is not None:
-                apply_updates([p], update * known_mask, known_mask, group)
+    def _step_batches(self, batches: list[list[Tensor]], group: dict):
+        """Step batches of parameters. All matrices of a batch have one shape."""
+        masks = [has_gradient(batch) for batch in batches]
+        aheads = [
+            self._look_ahead(batch, mask, group["momentum"])
+            for batch, mask in zip(batches, masks, strict=True)
+        ]
+        updates = self._orthogonalize(aheads, group["lr"])
+        for batch, update, mask in zip(batches, updates, masks, strict=True):
+            apply_update(batch, update, mask, group)
 
-    def _look_ahead(self, params: list[Tensor], momentum: float) -> tuple[Tensor, Tensor]:
-        """Update the momentum of parameters that have gradients, and matrices of one shape; return
-        the matrices to orthogonalize, [n, r, c], and a mask, bool [n, 1, 1].
-
-        The mask is false for a matrix of a stack that has no gradient. It keeps momentum and
-        weights. This is decided on the device, since the host would have to wait for it."""
-        grads = [p.grad for p in params if p.grad is not None]
-        counts = [p.shape[:-2].numel() for p in params]  # numbers of matrices
+    def _look_ahead(self, params: list[Tensor], mask: Tensor, momentum: float) -> Tensor:
+        """Update the momentum of the matrices in `mask`; return the matrices to orthogonalize,
+        [n, r, c], with zeros for those outside the mask."""
+        counts = matrix_counts(params)
         ahead = params[0].new_empty(sum(counts), *params[0].shape[-2:], dtype=self.dtype)
-        if any(p.ndim > 2 for p in params):
-            norms = [torch.linalg.vector_norm(grad, dim=(-2, -1)).flatten() for grad in grads]
-            mask = (torch.cat(norms) != 0)[:, None, None]
-        else:
-            mask = ahead.new_ones(len(ahead), 1, 1, dtype=torch.bool)
-        fresh = torch.where(mask, 1 - momentum, 0.0).to(params[0].dtype)
-        for p, grad, out, part in zip(
-            params, grads, ahead.split(counts), fresh.split(counts), strict=True
-        ):
+        # Nesterov's lerp(grad, buffer, momentum), divided by 1 - momentum, since orthogonalization
+        # ignores the scale
+        active = mask.to(params[0].dtype)
+        fresh = active * (1 - momentum)
+        kept = active * (momentum / (1 - momentum))
+        parts = zip(ahead.split(counts), fresh.split(counts), kept.split(counts), strict=True)
+        for p, (out, fresh_part, kept_part) in zip(params, parts, strict=True):
+            if p.grad is None:
+                out.zero_()
+                continue
             if not self.state[p]:
                 self.make_state(p)
             buffer = self.state[p]["momentum_buffer"].view(out.shape)
-            grad = grad.reshape(out.shape)
-            buffer.lerp_(grad, part)
-            # Nesterov's lerp(grad, buffer, momentum), divided by 1 - momentum: orthogonalization
-            # ignores the scale
-            torch.add(grad, buffer, alpha=momentum / (1 - momentum), out=out)
-        return ahead, mask
+            grad = p.grad.reshape(out.shape)
+            buffer.lerp_(grad, fresh_part)
+            torch.addcmul(grad, buffer, kept_part, out=out)
+        return ahead
+
+    def _orthogonalize(self, aheads: list[Tensor], lr: float) -> list[Tensor]:
+        """Return what Muon adds to matrices [n, r, c]: orthogonalized here, or on several ranks by
+        their owners."""
+        if self.assignment is None:
+            return [orthogonal_update(ahead, lr) for ahead in aheads]
+        return self.assignment(aheads, partial(orthogonal_updates, lr=lr))
 
 
 MOST_TOGETHER = 1 << 26  # maximum elements of a batch of matrices
 
 
-def batches_by_shape(tensors: Sequence[Tensor]) -> list[list[int]]:
-    """Return the indices of tensors whose matrices have one shape, in batches of at most
-    MOST_TOGETHER elements."""
-    by_shape: dict[torch.Size, list[int]] = {}
-    for i, tensor in enumerate(tensors):
-        by_shape.setdefault(tensor.shape[-2:], []).append(i)
-    batches: list[list[int]] = []
-    for indices in by_shape.values():
-        size = max(1, MOST_TOGETHER // tensors[indices[0]].numel())
-        batches += [indices[first : first + size] for first in range(0, len(indices), size)]
+def batches_by_shape(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
+    """Group tensors whose matrices have one shape, in batches of at most MOST_TOGETHER elements."""
+    by_shape: dict[torch.Size, list[Tensor]] = {}
+    for tensor in tensors:
+        by_shape.setdefault(tensor.shape[-2:], []).append(tensor)
+    batches: list[list[Tensor]] = []
+    for alike in by_shape.values():
+        size = max(1, MOST_TOGETHER // alike[0].numel())
+        batches += [alike[first : first + size] for first in range(0, len(alike), size)]
     return batches
 
 
-def updates_of(aheads: list[Tensor], lr: float) -> list[Tensor]:
+def matrix_counts(params: Sequence[Tensor]) -> list[int]:
+    """Return the number of matrices of each parameter: 1, or those of a stack."""
+    return [p.shape[:-2].numel() for p in params]
+
+
+def has_gradient(params: list[Tensor]) -> Tensor:
+    """Return a mask of the matrices of parameters that have a gradient, bool [n, 1, 1].
+
+    A matrix of a stack has none if it is 0. This is decided on the device, since the host would
+    have to wait for it."""
+    grads = [p.grad for p in params if p.grad is not None]
+    if not grads or all(p.ndim == 2 for p in params):
+        shape = (sum(matrix_counts(params)), 1, 1)
+        return params[0].new_full(shape, bool(grads), dtype=torch.bool)
+    norms = [torch.linalg.vector_norm(grad, dim=(-2, -1)).flatten() for grad in grads]
+    return (torch.cat(norms) != 0)[:, None, None]
+
+
+def orthogonal_updates(aheads: list[Tensor], lr: float) -> list[Tensor]:
     """Return what Muon adds to each of matrices [r, c], see orthogonal_update."""
-    updates = list(aheads)
-    for indices in batches_by_shape(aheads):
-        batch = orthogonal_update(torch.stack([aheads[i] for i in indices]), None, lr)
-        for i, update in zip(indices, batch, strict=True):
-            updates[i] = update
-    return updates
+    updates: dict[Tensor, Tensor] = {}
+    for batch in batches_by_shape(aheads):
+        updates |= zip(batch, orthogonal_update(torch.stack(batch), lr), strict=True)
+    return [updates[ahead] for ahead in aheads]
 
 
-def orthogonal_update(ahead: Tensor, mask: Tensor | None, lr: float) -> Tensor:
+def orthogonal_update(ahead: Tensor, lr: float) -> Tensor:
     """Return what Muon adds to weights, for matrices [n, r, c] from Muon._look_ahead."""
     if lr == 0:  # on a CPU, baddbmm in bf16 returns garbage if both its factors are 0
         return torch.zeros_like(ahead)
-    return orthogonalize(ahead, mask, -lr * 0.2 * max(ahead.shape[1:]) ** 0.5)
+    return orthogonalize(ahead, -lr * 0.2 * max(ahead.shape[1:]) ** 0.5)
 
 
-def apply_updates(params: list[Tensor], updates: Tensor, mask: Tensor, group: dict):
-    """Add updates [n, r, c] to parameters. Matrices for which `mask` is true decay."""
+def apply_update(params: list[Tensor], update: Tensor, mask: Tensor, group: dict):
+    """Add an update [n, r, c] to parameters. Matrices in `mask` decay; the update of others is
+    0."""
     kept = torch.where(mask, 1 - group["lr"] * group["weight_decay"], 1.0).to(params[0].dtype)
-    counts = [p.shape[:-2].numel() for p in params]
-    for p, update, factor in zip(params, updates.split(counts), kept.split(counts), strict=True):
-        weights = p.view(update.shape)
-        torch.addcmul(update, weights, factor, out=weights)
+    counts = matrix_counts(params)
+    for p, change, factor in zip(params, update.split(counts), kept.split(counts), strict=True):
+        weights = p.view(change.shape)
+        torch.addcmul(change, weights, factor, out=weights)
 
 
 # Muon's quintic: x -> (A + B g + C g g) x, with the Gram matrix g = x x^T
@@ -353,10 +363,10 @@ B = -4.7750
 C = 2.0315
 
 
-def orthogonalize(matrices: Tensor, mask: Tensor | None = None, scale: float = 1.0) -> Tensor:
+def orthogonalize(matrices: Tensor, scale: float = 1.0) -> Tensor:
     """Orthogonalize matrices [n, r, c] approximately, by four Newton-Schulz steps of Muon's
-    quintic, and multiply by `scale`. The result is 0 where `mask`, bool [n, 1, 1], is false. A
-    fifth step does not lower the loss (docs/results/learning.md).
+    quintic, and multiply by `scale`. A matrix of zeros stays one. A fifth step does not lower the
+    loss (docs/results/learning.md).
 
     The first step also divides x by its norm, whose square is the trace of g. So normalization
     takes no extra pass over x."""
@@ -365,7 +375,7 @@ def orthogonalize(matrices: Tensor, mask: Tensor | None = None, scale: float = 1
     gram = x @ x.mT
     trace = gram.diagonal(dim1=1, dim2=2).sum(1, dtype=torch.float32)
     norm = trace.sqrt()[:, None, None] + 1e-7
-    inverse = 1 / norm if mask is None else mask / norm
+    inverse = norm.reciprocal()
     gram = gram * (inverse * inverse).to(gram.dtype)
     polynomial = torch.baddbmm(gram, gram, gram, beta=B, alpha=C)
     # Each matrix has its own factor here, which baddbmm does not take, so A is added on the
@@ -455,15 +465,10 @@ class AdamW(torch.optim.AdamW):
 MIN_8BIT = 4096  # elements; smaller parameters have fp32 states
 
 
-def adamw_8bit(
-    groups: list[dict],
-    lr: float,
-    betas: tuple[float, float],
-    sharded: Sequence[ShardedParameter],
-) -> torch.optim.Optimizer:
-    """Construct bitsandbytes' AdamW8bit. The shards of `sharded` parameters use the same number of
-    bits, and the same blocks, as the whole parameter would. Raise WorldError if a shard begins
-    inside a block, whose scale would then differ."""
+def adamw_8bit_class(sharded: Sequence[ShardedParameter]) -> type[torch.optim.Optimizer]:
+    """Return a subclass of bitsandbytes' AdamW8bit in which the shards of `sharded` parameters use
+    the same number of bits, and the same blocks, as the whole parameter would. Raise WorldError if
+    a shard begins inside a block, whose scale would then differ."""
     with quiet():
         import bitsandbytes
     whole_sizes = {}
@@ -495,4 +500,4 @@ def adamw_8bit(
             if p.numel():  # a shard may be empty
                 super().update_step(group, p, gindex, pindex)
 
-    return AdamW8bit(groups, lr=lr, betas=betas)
+    return AdamW8bit

@@ -72,9 +72,9 @@ def orthogonalize_the_only_matrix(world):
     rows = torch.arange(64.0).view(4, 16).bfloat16() + 64 * world.shard
     half = ShardedParameter("only", SimpleNamespace(shape=(8, 16)), rows, [0, 4, 8])
     (update,) = MatrixAssignment(world, [half])(
-        [rows], lambda wholes: [2 * whole for whole in wholes]
+        [rows[None]], lambda wholes: [2 * whole for whole in wholes]
     )
-    assert torch.equal(update, rows * 2)
+    assert torch.equal(update, rows[None] * 2)
 
 
 def test_shard_without_a_matrix_to_orthogonalize_gets_its_rows_in_bf16(processes):
