@@ -799,7 +799,7 @@ def add_losses(
         nats = F.cross_entropy(logits_MV, labels_M, ignore_index=-100, reduction="sum")
     else:  # the predictor of surprise learns from each byte's loss
         losses_M = F.cross_entropy(logits_MV, labels_M, ignore_index=-100, reduction="none")
-        nats = torch.where(has_label_M, losses_M + expectation.zero_M, 0).sum()
+        nats = torch.where(has_label_M, losses_M + expectation.nat_probe_M, 0).sum()
     nats_per_byte = nats / n_labels
     out.nats_per_byte = nats_per_byte
     core_loss = torch.zeros_like(result.boundary_loss)

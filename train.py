@@ -653,17 +653,10 @@ def optimizers_of(flags: Flags, model: Spider) -> Optimizers:
 # One optimizer step
 
 
-class StepSums(NamedTuple):
-    """What the micro-steps of a step add up to, on this rank."""
-
-    terms: dict[str, Tensor]  # loss (nats), total_loss, segments, mean_loops, other loss terms
-    tokens_per_expert: Tensor  # [L, E]
-    boundary_counts: Tensor  # see Spider.update_boundaries
-    n_bytes: int
-
-
-def accumulate(model: Spider, batches: list[Batch], now: StepSettings) -> StepSums:
-    """Run forward and backward over a step's micro-steps; change nothing but gradients.
+def accumulate(model: Spider, batches: list[Batch], now: StepSettings) -> dict[str, Tensor]:
+    """Run forward and backward over a step's micro-steps; change nothing but gradients. Return
+    sums over the micro-steps of this rank: loss (nats), total_loss, segments, mean_loops, the other
+    loss terms, n_bytes, tokens_per_expert [L, E], and boundary_counts (Spider.update_boundaries).
 
     Waits for the device once per micro-step, for the number of segments."""
     sharding = sharding_of(model)
@@ -704,19 +697,35 @@ def accumulate(model: Spider, batches: list[Batch], now: StepSettings) -> StepSu
                 total_loss=loss.detach(),
                 segments=out.segments,
                 mean_loops=out.mean_loops / passes,
-                tokens_per_expert=out.tokens_per_expert,
-                boundary_counts=out.boundary_counts,
             )
             for name, term in out.loss_terms.items():
                 terms[name] = term * weight if name in out.BYTE_TERMS else term / passes
+            terms["n_bytes"] = on_device(batch.n_bytes, loss)
+            terms["tokens_per_expert"] = out.tokens_per_expert
+            terms["boundary_counts"] = out.boundary_counts
             for name, term in terms.items():
                 sums[name] = term + sums.get(name, 0)
-    return StepSums(
-        tokens_per_expert=sums.pop("tokens_per_expert"),
-        boundary_counts=sums.pop("boundary_counts"),
-        terms=sums,
-        n_bytes=sum(batch.n_bytes for batch in batches),
-    )
+    return sums
+
+
+def on_device(number: float, like: Tensor) -> Tensor:
+    """Return a number as a float64 tensor. It is filled in on the device of `like`: to copy it from
+    the host would wait."""
+    return like.new_full((), number, dtype=torch.float64)
+
+
+def pack(tensors: Mapping[str, Tensor]) -> Tensor:
+    """Concatenate tensors into one float64 vector."""
+    return torch.cat([tensor.flatten() for tensor in tensors.values()]).double()
+
+
+def unpack(vector: Tensor, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Undo `pack`, given tensors with the same names, shapes and dtypes."""
+    parts = vector.split([tensor.numel() for tensor in like.values()])
+    tensors = {}
+    for part, (name, tensor) in zip(parts, like.items(), strict=True):
+        tensors[name] = part.view_as(tensor).to(tensor.dtype)
+    return tensors
 
 
 class StepNumbers(NamedTuple):
@@ -729,38 +738,35 @@ class StepNumbers(NamedTuple):
     votes: float  # sum of the ranks' votes to stop, see StopSignals
 
 
-def reduce_numbers(optimizers: Optimizers, sums: StepSums, vote: float = 0.0) -> StepNumbers:
+def reduce_numbers(
+    optimizers: Optimizers, sums: dict[str, Tensor], vote: float = 0.0
+) -> StepNumbers:
     """Sum the numbers of a step over ranks by one all-reduce, and wait for the device once, for all
     of them."""
-    tokens = sums.tokens_per_expert
-    # Numbers that the host knows are filled in on the device: a copy from the host would wait.
-    known = torch.stack(
-        [tokens.new_full((), number, dtype=torch.float64) for number in (sums.n_bytes, vote)]
-    )
-    terms = torch.stack(list(sums.terms.values())).double()
-    parts = (terms, known, tokens.flatten().double(), sums.boundary_counts.double())
-    total_norm, flat = optimizers.sharding.all_reduce_step(optimizers.dense, torch.cat(parts))
-    terms, known, tokens_sum, boundary_counts = flat.split([len(part) for part in parts])
-    tokens = tokens_sum.float().view_as(tokens)
+    of_rank = sums | dict(votes=on_device(vote, sums["loss"]))
+    total_norm, packed = optimizers.sharding.all_reduce_step(optimizers.dense, pack(of_rank))
+    totals = unpack(packed, of_rank)
+    tokens = totals.pop("tokens_per_expert")
+    boundary_counts = totals.pop("boundary_counts")
     balance = tokens.new_ones(1)
     if tokens.numel():
         balance = tokens.amax(1) / tokens.mean(1).clamp_min(1)
 
-    norms = torch.stack((total_norm, balance.mean()))
-    norm, expert_balance, *numbers = torch.cat((norms, terms.float(), known)).tolist()
-    by_name = dict(zip(sums.terms, numbers[: len(terms)], strict=True))
-    n_bytes, votes = numbers[len(terms) :]
-    segments = by_name.pop("segments")
+    scalars = dict(grad_norm=total_norm, expert_balance=balance.mean(), **totals)
+    numbers = dict(zip(scalars, pack(scalars).tolist(), strict=True))  # the only wait
+    votes = numbers.pop("votes")
+    n_bytes = numbers.pop("n_bytes")
+    segments = numbers.pop("segments")
     metrics = dict(
-        loss=by_name.pop("loss"),
-        total_loss=by_name.pop("total_loss"),
-        grad_norm=norm,
+        loss=numbers.pop("loss"),
+        total_loss=numbers.pop("total_loss"),
+        grad_norm=numbers.pop("grad_norm"),
         bytes_per_segment=n_bytes / max(1, segments),
-        mean_loops=by_name.pop("mean_loops"),
-        expert_balance=expert_balance,
-        **by_name,
+        mean_loops=numbers.pop("mean_loops"),
+        expert_balance=numbers.pop("expert_balance"),
+        **numbers,
     )
-    return StepNumbers(total_norm, tokens, boundary_counts.float(), metrics, votes)
+    return StepNumbers(total_norm, tokens, boundary_counts, metrics, votes)
 
 
 def update(

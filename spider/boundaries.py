@@ -98,38 +98,43 @@ class Expectation(NamedTuple):
     known."""
 
     loss_M: Tensor  # expected losses of the next bytes
-    zero_M: Tensor  # to add to the losses of the next bytes, see GainRegression
+    nat_probe_M: Tensor  # zeros to add to the losses of the next bytes, see GainRegression
     counts: Tensor  # scores by bin and pairs of bytes, see `count`
 
 
 class GainRegression(torch.autograd.Function):
-    """Fit the gain of each boundary, in the backward pass, to the nats that it saves.
+    """Fit the gain of each boundary, in the backward pass, to the nats that the boundary saves.
 
-    Passes `unpooled` on. earlier_MD: what bytes would have received without their last boundary.
-    Moving the bytes behind a boundary from the one to the other would change the loss, to first
-    order, by the dot product of its gradient and the difference. That is the target of the gain,
-    which gets the gradient of its squared error alone.
+    Returns `unpooled` unchanged, and `nat_probe`: zeros to add to the losses of bytes. The gradient
+    of a byte's probe is the weight of a nat of that byte in the loss L to minimize. It is 0 for a
+    byte without a label, and for all bytes if L is not the model's loss.
 
-    Also returns zeros to add to the losses of bytes: their gradient is what a byte's nats weigh in
-    the loss to minimize. It is 0 without a label, and everywhere if the loss is another one."""
+    earlier_MD: what bytes would receive without their last boundary."""
 
     @staticmethod
     def forward(ctx, unpooled_MD, gain_M, b_M, earlier_MD, rate):
         ctx.save_for_backward(unpooled_MD - earlier_MD, gain_M, b_M)
         ctx.rate = rate
-        return unpooled_MD.view_as(unpooled_MD), torch.zeros_like(gain_M)
+        nat_probe_M = torch.zeros_like(gain_M)
+        return unpooled_MD.view_as(unpooled_MD), nat_probe_M
 
     @staticmethod
     def backward(ctx, grad_MD, nat_weight_M):
         difference_MD, gain_M, b_M = ctx.saved_tensors
-        boundary_M = last_boundary(b_M).clamp_min(0)
+
+        # change of L by a boundary, to first order: the sum over the bytes after the boundary of
+        #     dL/dunpooled * (unpooled - earlier)
         change_M = (grad_MD * difference_MD).sum(1).to(gain_M.dtype)
+        boundary_M = last_boundary(b_M).clamp_min(0)
         change_M = torch.zeros_like(gain_M).index_add_(0, boundary_M, change_M)
+
+        # nats saved: -change / (dL/dnat)
         target_M = -change_M / nat_weight_M.clamp_min(1e-30)
-        error_M = gain_M - target_M.clamp(-MAX_GAIN, MAX_GAIN)
-        # `rate` of the bytes are boundaries: / rate makes this a mean over those, as surprise's is
-        # one over bytes.
-        grad_M = 2 * LOSS_WEIGHT / ctx.rate * nat_weight_M * error_M
+        target_M = target_M.clamp(-MAX_GAIN, MAX_GAIN)
+
+        # gradient of the squared error, as a mean over the boundaries, `rate` of all bytes:
+        #     d/dgain  LOSS_WEIGHT / rate * dL/dnat * (gain - target)^2
+        grad_M = 2 * LOSS_WEIGHT / ctx.rate * nat_weight_M * (gain_M - target_M)
         return grad_MD, torch.where(b_M > 0, grad_M, 0), None, None, None
 
 
@@ -238,10 +243,12 @@ class SurprisePredictor(nn.Module):
         """Observe a pass in training; return `unpooled` with unchanged values, through which the
         gain learns in backward, see GainRegression."""
         surprise_M, gain_M = predicted.unbind(1)
-        unpooled_MD, zero_M = GainRegression.apply(unpooled_MD, gain_M, b_M, earlier_MD, self.rate)
+        unpooled_MD, nat_probe_M = GainRegression.apply(
+            unpooled_MD, gain_M, b_M, earlier_MD, self.rate
+        )
         loss_M = self.entropy.index_select(0, ids_M) + surprise_M + self.mean_loss
         counts = self.count(predicted, ids_M, position_M)
-        return unpooled_MD, Expectation(loss_M, zero_M, counts)
+        return unpooled_MD, Expectation(loss_M, nat_probe_M, counts)
 
     @torch.no_grad()
     def count(self, predicted: Tensor, ids_M: Tensor, position_M: Tensor) -> Tensor:

@@ -29,8 +29,7 @@ IN_GROUP = "STILL IN ITS GROUP"  # a line in the log, of which NCCL would make s
 
 
 def at_step(step, before=None, after=None):
-    """In a step of this process, call `before` with the model, and change the sums of the loss's
-    terms by `after`."""
+    """In a step of this process, call `before` with the model, and change its sums by `after`."""
     accumulate = train.accumulate
     steps = itertools.count()
 
@@ -40,14 +39,14 @@ def at_step(step, before=None, after=None):
             before(model)
         sums = accumulate(model, *rest)
         if is_due and after:
-            sums = sums._replace(terms=after(sums.terms))
+            sums = after(sums)
         return sums
 
     train.accumulate = faulty
 
 
 def nan(step):
-    at_step(step, after=lambda terms: {name: term * float("nan") for name, term in terms.items()})
+    at_step(step, after=lambda sums: sums | dict(total_loss=sums["total_loss"] * float("nan")))
 
 
 def out_of_memory(step):

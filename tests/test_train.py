@@ -73,7 +73,7 @@ def random_batch(rows: int) -> list[Batch]:
 def test_a_step_without_a_target_has_a_loss_of_zero():
     ids = text(2, 32)
     batches = batches_of(ids, torch.full_like(ids, -100))
-    assert train.accumulate(awake(small_config()), batches, NOW).terms["loss"] == 0
+    assert train.accumulate(awake(small_config()), batches, NOW)["loss"] == 0
 
 
 def test_a_step_whose_loss_or_gradient_alone_is_not_finite_changes_no_weight():
