@@ -728,6 +728,17 @@ def unpack(vector: Tensor, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return tensors
 
 
+# Order in metrics.jsonl; the other terms of the loss follow
+FIRST_METRICS = (
+    "loss",
+    "total_loss",
+    "grad_norm",
+    "bytes_per_segment",
+    "mean_loops",
+    "expert_balance",
+)
+
+
 class StepNumbers(NamedTuple):
     """The numbers of a step over all ranks: tensors on the device, and what the host must know."""
 
@@ -741,8 +752,8 @@ class StepNumbers(NamedTuple):
 def reduce_numbers(
     optimizers: Optimizers, sums: dict[str, Tensor], vote: float = 0.0
 ) -> StepNumbers:
-    """Sum the numbers of a step over ranks by one all-reduce, and wait for the device once, for all
-    of them."""
+    """Sum the numbers of a step over ranks by one all-reduce. Wait for the device once, for all of
+    them: the host must know them before it updates."""
     of_rank = sums | dict(votes=on_device(vote, sums["loss"]))
     total_norm, packed = optimizers.sharding.all_reduce_step(optimizers.dense, pack(of_rank))
     totals = unpack(packed, of_rank)
@@ -753,19 +764,11 @@ def reduce_numbers(
         balance = tokens.amax(1) / tokens.mean(1).clamp_min(1)
 
     scalars = dict(grad_norm=total_norm, expert_balance=balance.mean(), **totals)
-    numbers = dict(zip(scalars, pack(scalars).tolist(), strict=True))  # the only wait
+    numbers = dict(zip(scalars, pack(scalars).tolist(), strict=True))  # waits for the device
     votes = numbers.pop("votes")
-    n_bytes = numbers.pop("n_bytes")
-    segments = numbers.pop("segments")
-    metrics = dict(
-        loss=numbers.pop("loss"),
-        total_loss=numbers.pop("total_loss"),
-        grad_norm=numbers.pop("grad_norm"),
-        bytes_per_segment=n_bytes / max(1, segments),
-        mean_loops=numbers.pop("mean_loops"),
-        expert_balance=numbers.pop("expert_balance"),
-        **numbers,
-    )
+    numbers["bytes_per_segment"] = numbers.pop("n_bytes") / max(1, numbers.pop("segments"))
+    metrics = {name: numbers.pop(name) for name in FIRST_METRICS}
+    metrics |= numbers
     return StepNumbers(total_norm, tokens, boundary_counts, metrics, votes)
 
 
