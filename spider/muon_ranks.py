@@ -75,15 +75,15 @@ def assign(matrices: Sequence[Matrix], world: World) -> list[Matrix]:
 
 class MatrixAssignment:
     """An assignment of matrices to owners. A call applies a function to all matrices, in the four
-    parts above. Its lists have an entry for each shard of this replica, or for each replica."""
+    parts above. A list `by_shard` has an entry for each shard of this replica."""
 
     def __init__(self, world: World, params: Sequence[ShardedParameter]):
         self.world = world
-        # by the owner's shard: matrices cut into rows, owned by this replica
+        # matrices cut into rows that this replica owns, by the owner's shard
         self.cut_by_shard: list[list[Matrix]] = [[] for _ in range(world.shards)]
-        # matrices of stacks, owned by this rank
+        # matrices of stacks that this rank owns
         self.owned_whole: list[Matrix] = []
-        # by the owner's replica: matrices of which this shard has rows
+        # matrices of which this shard has rows, by the owner's replica
         self.by_replica: list[list[Matrix]] = [[] for _ in range(world.replicas)]
         for matrix in assign(matrices_of(params), world):
             replica, shard = divmod(matrix.owner, world.shards)
@@ -93,7 +93,7 @@ class MatrixAssignment:
                 self.cut_by_shard[shard].append(matrix)
             if matrix.shard is not None and matrix.owner == world.rank:
                 self.owned_whole.append(matrix)
-        self.owned_cut = self.cut_by_shard[world.shard]  # by this rank
+        self.owned_cut = self.cut_by_shard[world.shard]
 
     def __call__(
         self, local: list[Tensor], work: Callable[[list[Tensor]], list[Tensor]]
@@ -125,8 +125,8 @@ class MatrixAssignment:
         self._all_to_all(self._rows_by_shard(wholes), received, results[0])
 
     def _exchange_between_replicas(self, results: list[Tensor]):
-        """Part 4: gather this shard's rows of all matrices, from the replicas that own them, in
-        `results`."""
+        """Part 4: send this shard's rows of the matrices that this replica owns to the other
+        replicas; put the rows from theirs into `results`."""
         world = self.world
         if world.replicas == 1:
             return
@@ -175,10 +175,10 @@ def total_size(tensors: Iterable[Tensor]) -> int:
     return sum(map(Tensor.numel, tensors))
 
 
-def copy_all(sources: Iterable[Tensor], targets: Iterable[Tensor]):
+def copy_all(sources: list[Tensor], targets: list[Tensor]):
     """Copy each source to its target."""
-    for source, target in zip(sources, targets, strict=True):
-        target.copy_(source)
+    if targets:  # foreach takes no empty list
+        torch._foreach_copy_(targets, sources)
 
 
 def flatten(tensors: Iterable[Tensor], like: Tensor) -> Tensor:
@@ -190,5 +190,5 @@ def flatten(tensors: Iterable[Tensor], like: Tensor) -> Tensor:
 def unflatten(flat: Tensor, tensors: list[Tensor]):
     """Copy the beginning of a vector to tensors."""
     sizes = [tensor.numel() for tensor in tensors]
-    for part, tensor in zip(flat[: sum(sizes)].split(sizes), tensors, strict=True):
-        tensor.copy_(part.view_as(tensor))
+    parts = flat[: sum(sizes)].split(sizes)
+    copy_all([part.view_as(tensor) for part, tensor in zip(parts, tensors, strict=True)], tensors)
