@@ -18,18 +18,9 @@ SMALL = ["--device=cpu", "--seq_len=32", "--micro_batch=2"]
 SMALL_1B = [*SMALL, "--model=1b", "--n_loops=2", f"--set={SIZES}"]
 
 
-@pytest.mark.parametrize(
-    "flags, complaint",
-    (
-        ("--set nonsense=1", "nonsense"),
-        ("--seq_len x", "--seq_len: 'x' is not a whole number"),
-        ("--batch_size 3", "use --micro_batch"),
-        ("--onlly machine", "the nearest is --only"),
-    ),
-)
-def test_a_bad_flag_is_one_line_before_anything_is_measured(flags, complaint, capsys):
-    argv = [*SMALL, *flags.split()]
-    assert complaint in refused(argv, capsys, program="bench.py", main=bench.main)
+def test_a_bad_flag_is_one_line_before_anything_is_measured(capsys):
+    argv = [*SMALL, "--onlly=machine"]
+    assert "the nearest is --only" in refused(argv, capsys, program="bench.py", main=bench.main)
 
 
 def test_a_step_is_a_whole_one_and_leaves_the_weights_as_they_were(monkeypatch):
@@ -80,12 +71,6 @@ def test_text_is_synthetic_unless_data_dir_is_given(shards):
     _, synthetic = bench.settle_step(SMALL, world)
     _, from_files = bench.settle_step([*SMALL, "--data_dir", str(shards)], world)
     assert [str(source) for source in synthetic] != [str(source) for source in from_files]
-
-
-@pytest.mark.filterwarnings("ignore:CUDA is not available")
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to profile")
-def test_a_profiler_that_does_not_work_is_a_remark_in_the_table():
-    assert "AssertionError" in bench.profile(lambda: None)["the GPU works, ms"]
 
 
 def test_overlapping_kernels_of_a_trace_count_once(tmp_path):

@@ -25,7 +25,6 @@ from conftest import (
     run_flags,
     saved_steps,
 )
-from jobs import file_limit, forked
 from spider import checkpoint, state
 from spider.checkpoint import (
     CheckpointWriter,
@@ -123,14 +122,11 @@ CRAFTED = """
     saved["flags"]["seq_len"] = "32"
     saved["cfg"]["hidden_size"] = 1 << 40
     weights["lm_head.weight"] = torch.zeros(()).expand(1 << 20, 1 << 20)
-    weights["lm_head.weight"] = weights["lm_head.weight"].to("meta")
-    values["state1"] = torch.zeros(()).expand(1 << 20, 1 << 20)
     values["state1"] = values["state1"].to_sparse()
     del values["state1"]
     by_param[0]["step"] = 1 << 31
     by_param[999] = by_param[0]
     for _ in range(60): by_param[0] = dict(a=by_param[0], b=by_param[0])
-    for _ in range(60): by_param[0] = (by_param[0], by_param[0])
     for _ in range(60): saved["cfg"] = (saved["cfg"], saved["cfg"])
 """
 
@@ -209,15 +205,16 @@ def test_checkpoint_with_other_dtypes_layouts_and_settings_resumes_like_the_orig
     assert_same_runs(run(tmp_path, shards, *flags, steps=3, ckpt="other"), whole)
 
 
-def test_every_entry_of_a_checkpoint_is_read(tmp_path, saved_by_adamw8bit):
-    torch.save(saved_by_adamw8bit, tmp_path / "a.pt")
-    assert load_checkpoint(tmp_path / "a.pt").keys() == saved_by_adamw8bit.keys()
-
-
-def test_checkpoint_without_loops_of_training_has_those_of_its_model(tmp_path, saved_by_adamw8bit):
-    saved = {name: value for name, value in saved_by_adamw8bit.items() if name != "n_loops"}
-    torch.save(saved, tmp_path / "a.pt")
-    assert load_checkpoint(tmp_path / "a.pt")["n_loops"] == saved["cfg"]["n_loops"]
+def test_every_entry_is_read_and_missing_loops_of_training_are_those_of_the_model(
+    tmp_path, saved_by_adamw8bit
+):
+    path = tmp_path / "a.pt"
+    torch.save(saved_by_adamw8bit, path)
+    saved = load_checkpoint(path)
+    assert saved.keys() == saved_by_adamw8bit.keys()
+    del saved["n_loops"]
+    torch.save(saved, path)
+    assert load_checkpoint(path)["n_loops"] == saved["cfg"]["n_loops"]
 
 
 # --------------------------------------------------------------------------------------------------
@@ -386,22 +383,6 @@ def test_full_disk_is_one_line_and_a_later_save_succeeds(tmp_path, shards, monke
     assert capsys.readouterr().err.count("No space left on device") == 1
     assert steps == [4, 8]
     assert saved_steps(directory) == [2, 8]
-
-
-def test_disk_that_stays_full_ends_in_status_2_and_keeps_older_checkpoints(
-    tmp_path, shards, processes
-):
-    """The kernel refuses: no file may grow beyond 100 kB, and a checkpoint is larger."""
-    directory = run(tmp_path, shards, *NO_EVAL, steps=2)
-    before = (directory / "spider-step2.pt").read_bytes()
-    argv = run_flags(shards, directory, "--ckpt_every", "4", *NO_EVAL, steps=6)
-    status, log = forked(processes, tmp_path, *argv, faults=[(file_limit, 0, 100_000)])
-    assert status == 2
-    assert "resumes from the newest checkpoint there" in log.splitlines()[-1]
-    (line,) = [line for line in log.splitlines() if "CHECKPOINT NOT SAVED" in line][:1]
-    assert "File too large" in line
-    assert [path.read_bytes() for path in directory.glob("*.pt")] == [before]
-    assert not list(directory.glob(".*.tmp"))
 
 
 # --------------------------------------------------------------------------------------------------

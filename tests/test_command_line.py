@@ -91,14 +91,9 @@ METRICS = """
 """.split()
 LOGGED = (
     "model tiny",
-    "precision",
     "expert backend grouped",
     "optimizer muon",
-    "bytes/s",
     "bytes/segment",
-    "loops",
-    "balance",
-    "GB",
     "next: python sample.py checkpoints/mock",
 )
 
@@ -158,8 +153,6 @@ def test_the_originals_fp8_commands_train_on_a_gpu(tmp_path, flags):
 
 PRINTED = (
     "hidden_size = 2048",
-    "routed experts",
-    "Engram tables",
     "active per byte",
     "FLOPs per byte",
     "memory: about",

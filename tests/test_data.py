@@ -313,8 +313,6 @@ def metadata(text: bytes) -> dict[str, bytes]:
 
 # (files by name, a command of data.py, a fragment of the error)
 REFUSALS = [
-    ({}, "show", "one of the arguments SPEC --mock_data is required"),
-    ({}, "show d --mock_data", "not allowed with"),
     ({}, "show d", "d: no such directory; make shards by `python data.py prepare INPUT --out d`"),
     ({"x": b"x"}, "show x", "x: a file: name the directory of a shard, or make shards of texts by"),
     (
@@ -345,7 +343,6 @@ REFUSALS = [
     ({}, "prepare - --out o", "1 empty (first: -)"),
     ({"x.jsonl": b"\n \n"}, "prepare x.jsonl --out o", "x.jsonl: nothing to train on: no document"),
     ({"x.txt": b"\xef\xbb\xbf"}, "prepare x.txt --out o", "1 empty (first: x.txt)"),
-    ({"x.csv": b""}, "prepare x.csv --out o", "1 empty (first: x.csv)"),
     ({"x.json": b"[ ]"}, "prepare x.json --out o", "x.json: nothing to train on: no document"),
     (
         {"x.json": b'{"a": [\n1]}'},
@@ -358,7 +355,6 @@ REFUSALS = [
     ({"x.txt": b"a"}, "prepare x.txt --ext .py,.md --out o", "x.txt: no .py .md file"),
     ({}, "prepare x.txt --out o --val_fraction 1", "--val_fraction: '1' is not a number"),
     ({}, "prepare x.txt --out=", "--out: '' is not a path"),
-    ({}, "prepare --out o", "INPUT"),
     ({"x.jsonl": b'"a"'}, "prepare x.jsonl --val_fraction 0.999 --out o", "lower --val_fraction"),
     *(
         (metadata(text), "verify d", "d/metadata.json: not JSON")
@@ -372,13 +368,10 @@ REFUSALS = [
             f"metadata.json: shard 1 has no valid {field}; delete",
         )
         for field, value in (
-            ("name", None),
             ("name", "/t.bin"),
             ("name", "a/../t.bin"),
             ("split", "valid"),
-            ("ids", True),
             ("ids", 0),
-            ("ids", 10**4299),
             ("sha256", "0" * 63 + "\n"),
         )
     ),
@@ -487,8 +480,5 @@ def test_show_prints_the_sequences_that_the_loader_reads(in_tmp_path, capsys):
         name, path, offset = re.fullmatch(r".*, (.), (.*): byte offset (.*)", head).groups()
         assert head.startswith(f"{g}: epoch {loader.epochs(g)['ab'.index(name)]}, {path[0]}, ")
         assert np.fromfile(path, "<u2", 1, offset=int(offset))[0] == row[0]
-
-
-def test_show_prints_mock_data(capsys):
     assert run_data("show --mock_data --seed 7") == 0
     assert capsys.readouterr().out.startswith("0: epoch 0, mock, mock data: byte offset ")

@@ -2,6 +2,7 @@
 and faults."""
 
 import os
+import re
 import signal
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -12,15 +13,7 @@ import pytest
 import torch
 
 from collectives import Collective, disagreements, record_to_file, recorded
-from conftest import (
-    SMALL,
-    assert_same_runs,
-    final_state,
-    make_shards,
-    metrics,
-    refused,
-    run_flags,
-)
+from conftest import SMALL, assert_same_runs, final_state, make_shards, metrics, run_flags
 from jobs import (
     IN_GROUP,
     LIMIT,
@@ -65,49 +58,27 @@ def end_well(job) -> str:
 # The start
 
 
-@pytest.mark.parametrize(
-    "environ",
-    (
-        dict(RANK="3"),
-        dict(RANK="-1", WORLD_SIZE="2"),
-        dict(RANK="2", WORLD_SIZE="2"),
-        dict(WORLD_SIZE="2"),
-        dict(RANK="0", WORLD_SIZE="0"),
-        dict(LOCAL_RANK="1"),
-    ),
-    ids=str,
-)
-def test_command_line_with_contradictory_variables_is_refused_in_a_line(
-    tmp_path, monkeypatch, capsys, environ
-):
-    for variable in environ.items():
-        monkeypatch.setenv(*variable)
-    argv = f"--mock_data --dry_run --model tiny --ckpt_dir {tmp_path / 'run'}".split()
-    line = refused(argv, capsys)
-    name, value = next(iter(environ.items()))
-    assert f"{name}={value}" in line and ": start all ranks with torchrun" in line
-    assert not list(tmp_path.iterdir())
+TWO = dict(RANK="0", WORLD_SIZE="2")
+NOWHERE = dict(RANK="1", WORLD_SIZE="4", MASTER_ADDR="127.0.0.1", MASTER_PORT="1")
 
 
 @pytest.mark.parametrize(
     "environ, shards, message",
     (
-        (dict(RANK="0", WORLD_SIZE="4"), 3, "--shards 3 does not divide 4 ranks"),
-        (
-            dict(RANK="1", WORLD_SIZE="4", MASTER_ADDR="127.0.0.1", MASTER_PORT="1"),
-            1,
-            "rank 1 of 4 cannot reach the others",
-        ),
-        (
-            dict(RANK="0", WORLD_SIZE="2"),
-            1,
-            "MASTER_ADDR expected, but not set.*: start all with torchrun",
-        ),
+        (dict(RANK="3"), 1, "RANK=3, .*: start all ranks with torchrun"),
+        (dict(RANK="-1", WORLD_SIZE="2"), 1, "RANK=-1, WORLD_SIZE=2: "),
+        (dict(RANK="2", WORLD_SIZE="2"), 1, "RANK=2, WORLD_SIZE=2: "),
+        (dict(WORLD_SIZE="2"), 1, "RANK=unset, WORLD_SIZE=2: "),
+        (dict(RANK="0", WORLD_SIZE="0"), 1, "RANK=0, WORLD_SIZE=0: "),
+        (dict(LOCAL_RANK="1"), 1, "LOCAL_RANK=1, "),
+        (NOWHERE, 3, "--shards 3 does not divide 4 ranks"),
+        (NOWHERE, 1, "rank 1 of 4 cannot reach the others"),
+        (TWO, 1, "MASTER_ADDR expected, but not set.*: start all with torchrun"),
     ),
 )
 def test_ranks_that_cannot_join_are_told_why(monkeypatch, environ, shards, message):
-    for name, value in environ.items():
-        monkeypatch.setenv(name, value)
+    for variable in environ.items():
+        monkeypatch.setenv(*variable)
     with pytest.raises(WorldError, match=message):
         World(environ).join(torch.device("cpu"), shards, 1.0)
 
@@ -168,26 +139,25 @@ def test_one_process_reads_each_batch_when_it_is_due():
 # The numbers of one rank
 
 
-@pytest.mark.parametrize("first", (1, 2), ids=("from one to two", "from two to one"))
 @pytest.mark.parametrize(
-    "flags, flags_of_two",
+    "first, flags, flags_of_two",
     (
-        ("--optimizer muon --random_loops", ""),
-        ("--optimizer adamw --engram_reset", "--shards 2 --sample_every 6"),
+        (1, "--optimizer muon --random_loops", ""),
+        (2, "--optimizer adamw --engram_reset", "--shards 2 --sample_every 6"),
     ),
-    ids=("replicated", "sharded"),
+    ids=("from one to two replicas", "from two shards to one"),
 )
 def test_run_resumed_on_another_number_of_ranks_has_the_same_losses(
-    tmp_path, shards, processes, flags, flags_of_two, first
+    tmp_path, shards, processes, first, flags, flags_of_two
 ):
     """Six steps on one rank, then six on two, or the other way round, against twelve on one."""
     other = make_shards(tmp_path / "other")
     flags += f" --global_batch 128 --precision fp32 --data_dir {shards}:0.7,{other}:0.3"
     flags += " --ckpt_every 6 --eval_every 6"
     alone, run = tmp_path / "alone", tmp_path / "run"
-    runs_alone(run_flags(shards, alone, *flags.split(), steps=12))
+    runs_alone(run_flags(shards, alone, flags, steps=12))
     for ranks, steps in ((first, 6), (3 - first, 12)):
-        argv = run_flags(shards, run, *flags.split(), steps=steps)
+        argv = run_flags(shards, run, flags, steps=steps)
         if ranks == 1:
             runs_alone(argv)
             continue
@@ -198,42 +168,35 @@ def test_run_resumed_on_another_number_of_ranks_has_the_same_losses(
     assert_same_losses(alone, run, steps=12)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("ranks, split", ((2, 2), (3, 3), (4, 1), (4, 2)))
-@pytest.mark.parametrize("optimizer", ("muon", "adamw", "adamw8bit"))
-def test_any_layout_has_the_losses_of_one_rank_over_twenty_steps(
-    tmp_path, shards, processes, ranks, split, optimizer
-):
-    """With random loops, an epoch every few steps that clears the tables, dropout from the second
-    on, and an evaluation smaller than ranks x batch."""
-    flags = (
-        f"--optimizer {optimizer} --random_loops --engram_reset --dropout 0.2 --precision fp32 "
-        f"--global_batch 768 --eval_tokens 96 --no_gradient_checkpointing --set {HALVED}"
-    ).split()
-    runs_alone(run_flags(shards, tmp_path / "alone", *flags, steps=20))
-    argv = run_flags(shards, tmp_path / "ranks", *flags, "--shards", str(split), steps=20)
-    statuses, log = Job(processes, tmp_path, ranks, argv).end()
-    if optimizer == "adamw8bit" and split > 2:
-        assert statuses == [2] * ranks, log
-        assert "a scale in 8-bit AdamW" in log  # three shards would split blocks
-        return
-    assert statuses == [0] * ranks, log
-    assert_same_losses(tmp_path / "alone", tmp_path / "ranks")
+# Random loops, an epoch every few steps that clears the tables, dropout from the second on, and an
+# evaluation smaller than ranks x batch.
+ALL = (
+    "--global_batch 768 --eval_tokens 96 --random_loops --engram_reset --dropout 0.2 "
+    f"--no_gradient_checkpointing --set {HALVED}"
+)
+FEW = f"--global_batch 256 --eval_every 0 --set {SMALL}"
 
 
-@pytest.mark.parametrize("rule, core_loss", (("words", 0.2), ("learned", 0)))
-def test_boundaries_offsets_and_core_loss_are_those_of_one_rank(
-    tmp_path, shards, processes, rule, core_loss
-):
-    """Few steps: at the start almost nothing is unpooled, and the norm of the core's own loss
-    amplifies rounding."""
-    changes = f"boundaries={rule},segment_offsets=3,core_loss_weight={core_loss}"
-    flags = ["--precision", "fp32", "--global_batch", "256", *NO_EVAL]
-    flags += ["--set", f"{SMALL},{changes}"]
-    alone, ranks = tmp_path / "alone", tmp_path / "ranks"
-    runs_alone(run_flags(shards, alone, *flags, steps=6))
-    run_on(processes, tmp_path, 2, run_flags(shards, ranks, *flags, "--shards", "2", steps=6))
-    assert_same_losses(alone, ranks, 6)
+@pytest.mark.parametrize(
+    "ranks, split, steps, flags",
+    (
+        # Few steps: at the start almost nothing is unpooled, and the norm of the core's own loss
+        # amplifies rounding.
+        (2, 2, 6, f"{FEW},boundaries=words,segment_offsets=3,core_loss_weight=0.2"),
+        (2, 2, 6, f"{FEW},boundaries=learned,segment_offsets=3"),
+        *(
+            pytest.param(*layout, 20, f"{ALL} --optimizer {optimizer}", marks=pytest.mark.slow)
+            for *layout, optimizer in ((3, 3, "muon"), (4, 1, "adamw"), (4, 2, "adamw8bit"))
+        ),
+    ),
+)
+def test_ranks_have_the_losses_of_one(tmp_path, shards, processes, ranks, split, steps, flags):
+    flags += " --precision fp32"
+    alone, together = tmp_path / "alone", tmp_path / "together"
+    runs_alone(run_flags(shards, alone, flags, steps=steps))
+    argv = run_flags(shards, together, flags, f"--shards {split}", steps=steps)
+    run_on(processes, tmp_path, ranks, argv)
+    assert_same_losses(alone, together, steps)
 
 
 @pytest.mark.slow
@@ -245,11 +208,20 @@ def test_batch_without_a_segment_on_one_rank_neither_hangs_nor_changes_losses(tm
     ids = np.full(4000, 97, "<u2")
     ids[::300] = 32  # with sequences of 32 bytes, most rows have no segment at all
     ids.tofile(data / "train.bin")
-    flags = ["--set", f"{SMALL},boundaries=words", "--precision", "fp32", "--global_batch", "256"]
-    runs_alone(run_flags(data, tmp_path / "alone", *flags, steps=12))
-    argv = run_flags(data, tmp_path / "ranks", *flags, "--shards", "2", steps=12)
-    run_on(processes, tmp_path, 4, argv)
+    flags = f"--set {SMALL},boundaries=words --precision fp32 --global_batch 256"
+    runs_alone(run_flags(data, tmp_path / "alone", flags, steps=12))
+    run_on(
+        processes, tmp_path, 4, run_flags(data, tmp_path / "ranks", flags, "--shards 2", steps=12)
+    )
     assert_same_losses(tmp_path / "alone", tmp_path / "ranks", 12)
+
+
+@pytest.mark.slow
+def test_shards_that_would_split_a_block_of_8_bit_adamw_are_refused(tmp_path, shards, processes):
+    argv = run_flags(shards, tmp_path / "run", f"--optimizer adamw8bit --shards 3 --set {HALVED}")
+    statuses, log = Job(processes, tmp_path, 3, argv).end()
+    assert statuses == [2] * 3, log
+    assert "a scale in 8-bit AdamW" in log
 
 
 @pytest.mark.parametrize(
@@ -315,26 +287,20 @@ def in_bf16(_):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "ranks, split, optimizer",
-    ((2, 1, "muon"), (3, 3, "muon"), (4, 2, "adamw8bit")),
-)
-def test_all_ranks_call_the_same_collectives_as_nccl_demands(
-    tmp_path, shards, processes, ranks, split, optimizer
-):
-    """In two steps, and in two more of a run that resumes, with an evaluation, a sample and a
-    checkpoint of each."""
+def test_all_ranks_of_a_run_call_the_same_collectives_as_nccl_demands(tmp_path, shards, processes):
+    """In two steps, and in two more after it resumes, with an evaluation, a sample and a checkpoint
+    of each. rehearsal/test_collectives.py records other layouts and optimizers, on fake GPUs."""
     flags = (
-        f"--shards {split} --optimizer {optimizer} --micro_batch 1 --grad_accum 2 "
-        f"--sample_every 2 --eval_every 2 --ckpt_every 2 --engram_reset --set {HALVED}"
-    ).split()
-    argvs = [run_flags(shards, tmp_path / "run", *flags, steps=steps) for steps in (2, 4)]
-    records = [tmp_path / f"rank{rank}.jsonl" for rank in range(ranks)]
-    faults = [(record_to_file, rank, str(record)) for rank, record in enumerate(records)]
-    faults += [(in_bf16, rank, None) for rank in range(ranks)]
-    run_on(processes, tmp_path, ranks, *argvs, faults=faults)
+        "--shards 3 --optimizer muon --micro_batch 1 --grad_accum 2 --engram_reset "
+        "--sample_every 2 --eval_every 2 --ckpt_every 2"
+    )
+    argvs = [run_flags(shards, tmp_path / "run", flags, steps=steps) for steps in (2, 4)]
+    records = [tmp_path / f"rank{rank}.jsonl" for rank in range(3)]
+    faults = [(in_bf16, rank, None) for rank in range(3)]
+    faults += [(record_to_file, rank, str(record)) for rank, record in enumerate(records)]
+    run_on(processes, tmp_path, 3, *argvs, faults=faults)
     calls = [recorded(record) for record in records]
-    assert ("recv" in {one.name for one in calls[0]}) == (split > 1)
+    assert "recv" in {one.name for one in calls[0]}
     assert not disagreements(calls)
     for of_rank in calls:
         assert not [one for one in of_rank if one.faults("cpu")]
@@ -371,34 +337,29 @@ def test_signal_to_one_rank_stops_all_after_the_same_step_with_one_line(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("victim", (0, 1))
-def test_rank_that_runs_out_of_memory_says_so_in_one_line(tmp_path, shards, processes, victim):
+def test_rank_that_runs_out_of_memory_says_so_in_one_line(tmp_path, shards, processes):
     """The others end by a lost connection, or by torchrun; the last checkpoint stays."""
-    flags = "--ckpt_every 2 --rank_timeout 20".split()
-    argv = run_flags(shards, tmp_path / "run", *flags, steps=100)
-    statuses, log = Job(processes, tmp_path, 2, argv, faults=[(out_of_memory, victim, 3)]).end()
-    assert statuses[victim] == 2 and 0 not in statuses, log
+    flags = "--ckpt_every 2 --rank_timeout 20"
+    argv = run_flags(shards, tmp_path / "run", flags, steps=100)
+    statuses, log = Job(processes, tmp_path, 2, argv, faults=[(out_of_memory, 1, 3)]).end()
+    assert statuses[1] == 2 and statuses[0], log
     (line,) = last_lines(log)
     assert "out of memory" in line
     assert final_state(tmp_path / "run")["step"] == 2
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "number, receivers",
-    ((signal.SIGUSR1, "one rank"), (signal.SIGTERM, "all"), (signal.SIGINT, "torchrun")),
-)
-def test_signal_to_one_rank_all_or_torchrun_saves_every_step_that_was_done(
-    tmp_path, shards, number, receivers
+@pytest.mark.parametrize("number, to_all", ((signal.SIGTERM, False), (signal.SIGINT, True)))
+def test_signal_to_torchrun_alone_or_to_all_saves_every_step_that_was_done(
+    tmp_path, shards, number, to_all
 ):
-    """torchrun repeats a signal to its ranks."""
+    """torchrun repeats a signal to its ranks. A terminal sends Ctrl-C to all."""
     directory = tmp_path / "run"
     job = torchrun(run_flags(shards, directory, *NO_EVAL, steps=100_000))
     until(lambda: steps_done(directory) > 2)
-    pids = workers(directory)
-    assert len(pids) == 2
-    by_name = {"one rank": pids[1:], "all": [*pids, job.pid], "torchrun": [job.pid]}
-    for pid in by_name[receivers]:
+    ranks = workers(directory)
+    assert len(ranks) == 2
+    for pid in [*(ranks if to_all else ()), job.pid]:
         os.kill(pid, number)
     _, log = job.communicate(timeout=LIMIT)
     assert sum("stopped after step" in line for line in last_lines(log)) == 1, log
@@ -456,38 +417,38 @@ def test_a_rank_killed_on_a_gpu_ends_the_other_and_the_same_command_resumes(tmp_
     assert [line["step"] for line in metrics(directory)] == list(range(1, last + 1))
 
 
-@pytest.mark.slow
-def test_disk_that_stays_full_ends_all_ranks_after_their_last_step_with_one_line(
+def test_disk_that_stays_full_ends_all_ranks_after_their_last_step_and_keeps_older_checkpoints(
     tmp_path, shards, processes
 ):
-    argv = run_flags(shards, tmp_path / "run", "--ckpt_every", "3", *NO_EVAL, steps=8)
+    """The kernel refuses: no file may grow beyond 100 kB, and a checkpoint is larger."""
+    directory = tmp_path / "run"
+    runs_alone(run_flags(shards, directory, *NO_EVAL, steps=1))
+    before = (directory / "spider-step1.pt").read_bytes()
+    argv = run_flags(shards, directory, "--ckpt_every 3", *NO_EVAL, steps=5)
     limits = [(file_limit, 0, 100_000)]
     statuses, log = Job(processes, tmp_path, 2, argv, faults=limits).end()
     assert statuses == [2, 2], log
-    assert len(metrics(tmp_path / "run")) == 8
+    assert len(metrics(directory)) == 5
     (line,) = last_lines(log)
-    assert "make room" in line
+    assert "make room" in line and "resumes from the newest checkpoint there" in line
+    assert re.search("CHECKPOINT NOT SAVED: .*: File too large", log)
+    assert [path.read_bytes() for path in directory.glob("*.pt")] == [before]
+    assert not list(directory.glob(".*.tmp"))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "damage",
-    (
-        lambda values: values.pop("exp_avg_sq"),
-        lambda values: values.update(exp_avg=values["exp_avg"].to_sparse()),
-    ),
-)
-def test_ranks_refuse_a_crafted_optimizer_state_together_in_one_line(
-    tmp_path, shards, processes, damage
+def test_ranks_refuse_an_optimizer_state_that_cannot_be_copied_together_in_one_line(
+    tmp_path, shards, processes
 ):
-    """None waits for the others. A name is missing, or a value cannot be copied."""
-    flags = "--optimizer adamw --eval_every 0".split()
-    runs_alone(run_flags(shards, tmp_path / "whole", *flags, steps=1))
+    """None waits for the others."""
+    flags = "--optimizer adamw --eval_every 0"
+    runs_alone(run_flags(shards, tmp_path / "whole", flags, steps=1))
     state = final_state(tmp_path / "whole")
-    damage(state["optimizer_state_dict"]["adamw"]["state"][0])
+    values = state["optimizer_state_dict"]["adamw"]["state"][0]
+    values["exp_avg"] = values["exp_avg"].to_sparse()
     crafted = tmp_path / "crafted.pt"
     torch.save(state, crafted)
-    argv = run_flags(shards, tmp_path / "run", *flags, "--resume", str(crafted), steps=2)
+    argv = run_flags(shards, tmp_path / "run", flags, "--resume", crafted, steps=2)
     statuses, log = Job(processes, tmp_path, 2, argv).end(60)
     assert statuses == [2, 2], log
     (line,) = last_lines(log)

@@ -58,10 +58,7 @@ def compressed(raw: bytes, extension: str) -> bytes:
 # Tables
 
 # A name is neither a pattern nor an address: some libraries would look for p1.csv, or for a host.
-TABLE_NAMES = (
-    "a.parquet a.csv a.arrow a.json a.PARQUET.zst a.csv.gz a.arrow.gz a.json.zst saved "
-    "p[1].csv a::b.parquet hf:.arrow"
-)
+TABLE_NAMES = "a.arrow a.PARQUET.zst a.csv.gz a.json.zst saved p[1].csv a::b.parquet hf:.arrow"
 
 
 @pytest.mark.parametrize("name", TABLE_NAMES.split())
@@ -88,7 +85,6 @@ CSV = {
     ),
     "other numbers of fields": (b"1,a\n2,b,c\n3\n4,d\n", [b"a", b"d"], 2),
     "not UTF-8": (b"1,a\n2,\xff\n3,b", [b"a", b"b"], 1),
-    "long": (b"1," + b"x" * 200_000, [b"x" * 200_000], 0),
 }
 
 
@@ -126,7 +122,6 @@ def test_binary_cell_is_its_bytes_and_one_of_another_type_is_skipped(capsys, cel
         ("quote.csv", "line 3: unexpected end of data"),
         ("long.csv", "field larger than field limit (2000)"),
         ("cut.arrow", "Expected to be able to read"),
-        ("offset.arrow", "non-monotonic offset"),
         ("twice.arrow", "nothing is read after the end of its first stream"),
         ("owner/set", "Hugging Face hub"),  # the tests are offline
     ],
@@ -138,10 +133,6 @@ def test_table_that_cannot_be_read_is_named(monkeypatch, table, capsys, argument
     os.truncate("cut.arrow", 4000)
     Path("quote.csv").write_bytes(b'id,text\n1,"a\n2,b\n')
     Path("long.csv").write_bytes(b'id,text\n1,"' + b"x\n" * 3000)
-    offsets = pyarrow.array([0, 9, 2], pyarrow.int32()).buffers()[1]
-    texts = pyarrow.StringArray.from_buffers(2, offsets, pyarrow.py_buffer(b"x" * 9))
-    with ipc.new_file("offset.arrow", pyarrow.schema(dict(text=pyarrow.string()))) as writer:
-        writer.write_table(pyarrow.table(dict(text=texts)))
     with ipc.new_stream("twice.arrow", table.data.schema) as writer:
         writer.write_table(table.data.table)
     Path("twice.arrow").write_bytes(2 * Path("twice.arrow").read_bytes())

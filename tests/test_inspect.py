@@ -10,7 +10,6 @@ import re
 import shutil
 import subprocess
 import sys
-from bisect import bisect
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -141,15 +140,6 @@ def test_a_long_text_is_read_in_windows_that_overlap_by_half(monkeypatch, change
     assert sum(map(len, record.gates.values())) == sum(record.loops)
 
 
-def test_facts_count_the_segments_that_end_in_the_text():
-    analysis = analysis_of(b"abcdefg", ends=[0, 3, 5], loops=[3, 1, 2, 1])  # the first is of BOS
-    assert inspect.facts(analysis) == [
-        "7 bytes, 1.000 bits per byte",
-        "3 segments, 2.33 bytes each",
-        "loops: 1 (2 segments), 2 (1 segments)",
-    ]
-
-
 def test_recorded_gates_are_those_that_the_model_multiplies_by(monkeypatch):
     model = model_of()
     engram = type(model.core.layers[1].engram)
@@ -223,7 +213,12 @@ def test_nothing_that_is_shown_reaches_a_terminal_as_a_command(show, monkeypatch
 
 def test_a_character_of_several_bytes_is_one_and_a_long_text_is_cut_between_two(monkeypatch):
     text = "a漢\xe9".encode() + b"\xe6\xbc!"
-    analysis = analysis_of(text, ends=[0, 1, 4, 6, 8], loops=[1, 1, 2, 3, 1, 2])
+    analysis = analysis_of(text, ends=[0, 1, 4, 6, 8], loops=[1, 1, 2, 3, 1, 2])  # first: BOS's
+    assert inspect.facts(analysis) == [
+        "9 bytes, 1.000 bits per byte",
+        "5 segments, 1.80 bytes each",
+        "loops: 1 (2 segments), 2 (2 segments), 3 (1 segments)",
+    ]
     printed = "".join(inspect.in_terminal(analysis, colour=False))
     assert printed.startswith("a¹漢²é³\\xe6¹\\xbc!²\n")
     data = inspect.page_data(analysis, model_of(), [])
@@ -300,18 +295,13 @@ def test_a_page_has_all_data_as_text_and_loads_nothing(tmp_path, show):
     assert not re.search("innerHTML|outerHTML|insertAdjacent|document.write|eval|Function", script)
 
 
-ACTS = {
-    "pointer": "document.querySelector('[data-i=\"0\"]')"
-    ".dispatchEvent(new PointerEvent('pointerover', { bubbles: true }));",
-    "key": "by('text').dispatchEvent(new KeyboardEvent('keydown', { key: 'ArrowRight' }));",
-}
+KEY = "by('text').dispatchEvent(new KeyboardEvent('keydown', { key: 'ArrowRight' }));"
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not shutil.which("chromium"), reason="needs chromium")
-@pytest.mark.parametrize("act", ACTS.values(), ids=ACTS.keys())
-def test_a_browser_draws_the_page_and_runs_nothing_from_the_text(act, tmp_path, show, monkeypatch):
-    template = inspect.TEMPLATE.read_text().replace("</script></body>", f"{act}</script></body>")
+def test_the_script_draws_the_page_and_runs_nothing_from_the_text(tmp_path, show, monkeypatch):
+    template = inspect.TEMPLATE.read_text().replace("</script></body>", f"{KEY}</script></body>")
     (tmp_path / "page.html").write_text(template)
     monkeypatch.setattr(inspect, "TEMPLATE", tmp_path / "page.html")
     text = "é<img src=x onerror=document.title='pwned'>".encode() + ODD + text_of(5000)
@@ -324,21 +314,14 @@ def test_a_browser_draws_the_page_and_runs_nothing_from_the_text(act, tmp_path, 
     argv = ["chromium", *flags.split(), (tmp_path / "look.html").as_uri()]
     done = subprocess.run(argv, text=True, capture_output=True, timeout=120)
     assert "CONSOLE" not in done.stderr, done.stderr
-    drawn = Page(done.stdout)
-    assert " reads text</title>" in done.stdout and "img" not in drawn.tags
+    assert " reads text</title>" in done.stdout and "img" not in Page(done.stdout).tags
     shown = re.search('id="text".*?>(.*?)</section>', done.stdout, re.DOTALL)[1]
     shown = html.unescape(re.sub("<sub>.*?</sub>|<[^>]*>", "", shown))
     assert shown.replace("\n", "").replace("↵", "\\n") == "".join(data["glyphs"])
-    assert 1024 <= drawn.tags.count("b") < 5001  # the rest is plain text until it is near
     # the bytes that were expected at the first character, of two bytes
     percent = [f"{share}%" for share in data["percent"][:6]]
     assert re.findall("<td>([0-9]+%)</td>", done.stdout) == percent
-    (about,) = [attrs for tag, attrs in drawn.elements if tag == "output"]
-    assert "left:" in about["style"] and "hidden" not in about
-    # a row of experts for each layer and loop; gates and votes of 64 bytes below their surprise
-    cells = [attrs.get("class", "") for tag, attrs in drawn.elements if tag == "td"]
-    levels = [f"s{bisect(inspect.BITS, bits)}" for bits in data["bits"][:64]]
-    assert [cell.split()[0] for cell in cells if cell.startswith("s")] == levels
+    # a row of experts for each layer and loop; gates and votes below the surprise
     assert done.stdout.count("<tr") == 2 * 3 + 1 + len(data["load"]) + 1 + len(data["rows"])
 
 

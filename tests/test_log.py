@@ -29,7 +29,6 @@ from train import parse_args
             "--lr 0.00204 follows from 763 steps and a width of 2,048, extrapolated from runs "
             "of up to 2,930 steps and 256 wide (docs/results/learning.md)",
         ),
-        ("--model original --lr 0.1", None),
         ("--model tiny --target_tokens 4e6 --lr 0.0019", None),
         (
             "--model tiny --target_tokens 4e6 --lr 0.0018",
@@ -77,8 +76,6 @@ def test_by_default_a_run_logs_about_a_hundred_lines_and_one_a_minute(
 @pytest.mark.parametrize(
     "flags, loops_vary",
     (
-        ("--n_loops 2", True),
-        ("--n_loops 1", False),
         ("--n_loops 1 --random_loops", True),
         (f"--set {SMALL},act=false", False),
     ),

@@ -36,7 +36,6 @@ def test_a_driver_without_a_visible_gpu_is_reported_with_both_versions(made_for,
         ((8, 9), SM_75_ON, True),
         ((8, 0), ["sm_86"], False),
         ((12, 1), ["sm_90a", "compute_120"], True),
-        ((9, 0), ["sm_90a"], True),
         ((9, 0), ["compute_100f"], False),
     ),
 )
@@ -49,25 +48,20 @@ def test_a_gpu_runs_code_of_its_generation_or_compiles_that_of_an_earlier_one(
         assert f"{capability[0]}.{capability[1]}, only for {architectures[0]}" in line
 
 
-def test_a_gpu_without_code_is_refused_before_anything_runs_on_it(monkeypatch):
-    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (7, 0))
-    monkeypatch.setattr("torch.cuda.get_arch_list", lambda: SM_75_ON)
-    with pytest.raises(UsageError, match="--device auto: .*no code for .*--device cpu"):
-        machine.resolve_device("auto")
-    assert machine.resolve_device("cpu").type == "cpu"
-    monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (8, 0))
-    assert machine.resolve_device("auto").type == "cuda"
-
-
-def test_a_driver_too_old_for_torch_is_refused_with_the_remedy(monkeypatch):
+def test_a_gpu_or_driver_that_torch_cannot_use_is_refused_with_the_remedy(monkeypatch):
     monkeypatch.setattr("torch.version.cuda", "13.0")
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     monkeypatch.setattr(machine, "cuda_of_driver", lambda: 12040)
-    remedy = "CUDA 13.0, .*supports CUDA 12.4: update the driver .*580"
-    for name in ("auto", "cuda"):
-        with pytest.raises(UsageError, match=f"--device {name}: .*{remedy}"):
-            machine.resolve_device(name)
+    monkeypatch.setattr("torch.cuda.get_arch_list", lambda: SM_75_ON)
+    for capability, obstacle in (
+        (None, "CUDA 13.0, .*supports CUDA 12.4: update the driver .*580"),
+        ((7, 0), "no code for .*--device cpu"),
+    ):
+        monkeypatch.setattr("torch.cuda.is_available", lambda gpu=capability: gpu is not None)
+        monkeypatch.setattr("torch.cuda.get_device_capability", lambda gpu=capability: gpu)
+        for name in ("auto", "cuda"):
+            with pytest.raises(UsageError, match=f"--device {name}: .*{obstacle}"):
+                machine.resolve_device(name)
+        assert machine.resolve_device("cpu").type == "cpu"
 
 
 @pytest.mark.parametrize(

@@ -356,13 +356,3 @@ def test_warnings_of_the_horizon_are_printed(tmp_path, shards, capsys, dry):
     flags = "--target_tokens 20000 --eval_every 0".split()
     assert train.command_line(run_flags(shards, tmp_path / "run", *flags, *dry, steps=2)) == 0
     assert "is 31 epochs" in "".join(capsys.readouterr())
-
-
-def test_a_resumed_warm_up_is_no_rise_of_the_rate_but_a_longer_horizon_is(train_small, new_log):
-    """The last step's rate is compared with what it would be by the present schedule."""
-    flags = "--warmup_steps 4 --eval_every 0 --target_tokens"
-    train_small(f"{flags} 640", steps=3)
-    train_small(f"{flags} 640", steps=10)
-    assert "learning rate rises" not in new_log()
-    train_small(f"{flags} 64000", steps=12)
-    assert "the learning rate rises from 1.60e-03 to 1.00e-02" in new_log()

