@@ -399,24 +399,6 @@ def test_run_whose_rank_and_then_torchrun_are_killed_ends_like_an_uninterrupted_
     assert_same_runs(whole, killed)
 
 
-@pytest.mark.gpu
-@pytest.mark.slow
-def test_a_rank_killed_on_a_gpu_ends_the_other_and_the_same_command_resumes(tmp_path, shards):
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs two GPUs")
-    directory = tmp_path / "run"
-    flags = "--device cuda --shards 2 --ckpt_every 3 --compile off".split()
-    job = torchrun(run_flags(shards, directory, *NO_EVAL, *flags, steps=1_000_000))
-    until(lambda: any(directory.glob("spider-step*.pt")))
-    os.kill(workers(directory)[1], signal.SIGKILL)
-    _, log = job.communicate(timeout=LIMIT)
-    assert job.returncode != 0, log
-    last = len(metrics(directory)) + 3
-    job = torchrun(run_flags(shards, directory, *NO_EVAL, *flags, steps=last))
-    assert "resuming from" in end_well(job)
-    assert [line["step"] for line in metrics(directory)] == list(range(1, last + 1))
-
-
 def test_disk_that_stays_full_ends_all_ranks_after_their_last_step_and_keeps_older_checkpoints(
     tmp_path, shards, processes
 ):

@@ -539,28 +539,19 @@ def test_finished_run_trained_longer_warns_that_its_rate_rises(train_small, new_
     assert "learning rate rises" not in new_log()
 
 
-def test_settings_without_a_shape_change_with_a_line_and_stay_changed(train_small, new_log):
-    """--set changes the checkpoint's model, so that its other fields need not be given again."""
-    train_small(steps=1)
-    new_log()
-    directory = train_small("--set core_loss_weight=0.5,act_threshold=0.9", steps=2)
-    assert "act_threshold was 0.99, is 0.9; core_loss_weight was 0.0, is 0.5" in new_log()
-    assert metrics(directory)[-1]["core_loss"] > 0
-    train_small("--set=", steps=3)
-    assert "act_threshold" not in new_log()
-    state = final_state(directory)
-    assert state["step"] == 3
-    assert state["cfg"]["core_loss_weight"] == 0.5
-
-
-def test_number_of_loops_stays_when_a_run_resumes_and_another_is_logged(
-    shards, train_small, new_log
-):
+def test_settings_without_a_shape_change_with_a_line_and_stay_changed(shards, train_small, new_log):
+    """--set changes the checkpoint's model, so that its other fields need not be given again; nor
+    need the loops."""
     directory = train_small("--n_loops 3", steps=1)
     argv = f"--data_dir {shards} --seq_len 32 --micro_batch 2 --ckpt_dir {directory} --eval_every 0"
-    assert train.command_line(f"{argv} --max_steps 2 --n_loops 5".split()) == 0
-    assert "n_loops was 3, is 5" in new_log()
-    assert train.command_line(f"{argv} --max_steps 3".split()) == 0
+    changes = "--n_loops 5 --set core_loss_weight=0.5,act_threshold=0.9"
+    assert train.command_line(f"{argv} --max_steps 2 {changes}".split()) == 0
+    log = new_log()
+    assert "n_loops was 3, is 5" in log
+    assert "act_threshold was 0.99, is 0.9; core_loss_weight was 0.0, is 0.5" in log
+    assert metrics(directory)[-1]["core_loss"] > 0
+    assert train.command_line(f"{argv} --max_steps 3 --set=".split()) == 0
     assert "settings differ" not in new_log()
     state = final_state(directory)
     assert (state["step"], state["n_loops"], state["cfg"]["n_loops"]) == (3, 5, 3)
+    assert state["cfg"]["core_loss_weight"] == 0.5

@@ -212,9 +212,6 @@ def test_balance_losses_and_loads_leave_out_padding(backend, kernels):
 @pytest.mark.parametrize("backend", ("loop", "grouped", "tile"))
 def test_nan_scores_give_nan_in_their_rows_alone_and_valid_indices(backend, kernels):
     nan = torch.full((3, 32), math.nan)
-    # as read in TileKernels' source: the reason why `route` clamps indices
-    assert (Kernels.topk_gate(nan, K) == 2**31 - 1).all()
-    assert (Kernels.topk_gate(nan[:, :20].clone(), K) == 20).any()
     assert (route(nan, torch.zeros(32), K, backend)[0] < 32).all()
     score = torch.randn(N, E)
     score[4] = math.nan

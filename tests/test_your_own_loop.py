@@ -17,7 +17,7 @@ from spider_model import Spider
 # under transformers' Trainer, whose imports take longer than all others.
 *OWN_LOOP, TRAINER = code_blocks("guide/your-own-loop.md")
 SIZES = "steps, rows, length, peak = 200, 4, 512, 0.01\n"
-SMALLER = "steps, rows, length, peak = 12, 2, 128, 0.02\n"
+SMALLER = "steps, rows, length, peak = 12, 2, 64, 0.02\n"
 
 
 @pytest.mark.parametrize(
