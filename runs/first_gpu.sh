@@ -96,7 +96,7 @@ fi
 # ----------------------------------------------------------------------------------------------------------------------
 # The other tests: losses beside those of a CPU, commands, resumed runs, a killed rank
 
-for file in train command_line resumption distributed; do
+for file in train command_line resumption; do
     run "test_$file" 900 python -m pytest -q -m gpu -rs "tests/test_$file.py"
 done
 

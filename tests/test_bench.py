@@ -47,22 +47,15 @@ def test_a_step_is_a_whole_one_and_leaves_the_weights_as_they_were(monkeypatch):
         torch.testing.assert_close(p, before[name], rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize(
-    "flags, split",
-    (
-        ((), (448, 1)),
-        (("--micro_batch=3",), (3, 1)),
-    ),
-)
-def test_the_batch_on_a_gpu_is_the_recommended_one_unless_a_flag_sets_it(flags, split, monkeypatch):
+def test_the_batch_on_a_gpu_is_the_recommended_one(monkeypatch):
     # which NVIDIA calls 141 GB
     monkeypatch.setattr(machine, "memory_of", lambda *_: 139.8 * (1 << 30))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "H200")
     world = World({}, torch.device("cuda"))
-    plan, _ = bench.settle_step([*flags, "--moe_backend=loop", "--compile=off"], world)
-    assert (plan.flags.micro_batch, plan.flags.grad_accum) == split
+    plan, _ = bench.settle_step(["--moe_backend=loop", "--compile=off"], world)
+    assert (plan.flags.micro_batch, plan.flags.grad_accum) == (448, 1)
     assert plan.flags.recompute == "nothing"
 
 

@@ -114,8 +114,6 @@ def test_smoke_run_learns_and_leaves_a_checkpoint_and_metrics(tmp_path):
         assert all(isinstance(line[name], (int, float)) for name in METRICS)
         assert line["bytes_seen"] == line["step"] * 256
         assert 0 < line["bf16_mfu"] < 1 and 0.1 < line["memory"] < 10
-    times = [line["time"] for line in lines]
-    assert sorted(times) == times and times[0] > 1.7e9
     assert "val_bpb" in lines[-1]
     assert lines[-1]["loss"] < lines[0]["loss"] - 0.5
 

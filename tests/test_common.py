@@ -9,7 +9,6 @@ import shlex
 import subprocess
 import sys
 import tomllib
-from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -218,19 +217,6 @@ def test_durable_file_writes_through_no_link(tmp_path):
     assert path.stat().st_mode == victim.stat().st_mode  # as of any new file
     assert path.read_text() == "b" and not path.is_symlink()
     assert victim.read_text() == "old"
-
-
-@pytest.mark.parametrize("order", ("ab", "ba"))
-def test_two_writers_of_a_durable_file_at_once_leave_a_whole_one(tmp_path, order):
-    (tmp_path / ".c.0123abcd.tmp").write_text("of a killed process")
-    writers = {name: ExitStack() for name in "ab"}
-    for name, stack in writers.items():
-        file = stack.enter_context(durable(tmp_path / "c"))
-        file.write(name * 100_000)
-    for name in order:
-        writers[name].close()
-        assert (tmp_path / "c").read_text() == name * 100_000
-    assert os.listdir(tmp_path) == ["c"]
 
 
 NEW = "PYTORCH_ALLOC_CONF"

@@ -313,6 +313,8 @@ def metadata(text: bytes) -> dict[str, bytes]:
 
 # (files by name, a command of data.py, a fragment of the error)
 REFUSALS = [
+    ({}, "show", "one of the arguments SPEC --mock_data is required"),
+    ({}, "show d --mock_data", "not allowed with"),
     ({}, "show d", "d: no such directory; make shards by `python data.py prepare INPUT --out d`"),
     ({"x": b"x"}, "show x", "x: a file: name the directory of a shard, or make shards of texts by"),
     (
@@ -355,6 +357,7 @@ REFUSALS = [
     ({"x.txt": b"a"}, "prepare x.txt --ext .py,.md --out o", "x.txt: no .py .md file"),
     ({}, "prepare x.txt --out o --val_fraction 1", "--val_fraction: '1' is not a number"),
     ({}, "prepare x.txt --out=", "--out: '' is not a path"),
+    ({}, "prepare --out o", "INPUT"),
     ({"x.jsonl": b'"a"'}, "prepare x.jsonl --val_fraction 0.999 --out o", "lower --val_fraction"),
     *(
         (metadata(text), "verify d", "d/metadata.json: not JSON")

@@ -136,7 +136,7 @@ def test_the_model_card_has_facts_and_foreign_text_as_json_alone(checkpoint, tmp
     heading = "5\n\n# Not so <img src=x onerror=alert(1)>\n```\n\x1b[2J"
     saved = torch.load(checkpoint)
     saved["flags"] |= {"data_dir": f"/home/me/{heading}/", heading: heading}
-    saved |= dict(best_loss=float("inf"), exploded=True)  # never evaluated
+    saved["exploded"] = True
     torch.save(saved, tmp_path / "spider-step6.pt")
     shutil.copy(checkpoint.parent / "metrics.jsonl", tmp_path)
     last_step = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])
@@ -151,7 +151,6 @@ def test_the_model_card_has_facts_and_foreign_text_as_json_alone(checkpoint, tmp
     facts = json.loads(block)
     assert facts["bytes_seen"] == saved["bytes_seen"]
     assert facts["val_bpb"] == last_step["val_bpb"] and facts["val_bpb_at_step"] == 6
-    assert "best_val_bpb" not in facts
     assert facts["flags"][heading] == heading
     assert facts["flags"]["data_dir"] == heading  # a name, no private path
     config = json.loads((tmp_path / "out" / "config.json").read_text())

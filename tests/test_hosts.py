@@ -12,7 +12,6 @@ import shutil
 import subprocess
 import sys
 import textwrap
-import time
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -130,42 +129,37 @@ WITHIN = 120  # seconds after a loss in which they must have ended
 LAUNCH = from_docs("export TORCH_DISABLE").rstrip()
 
 
-class Launch:
-    """The command of docs/scaling.md for two hosts at work on one, with two devices for eight."""
-
-    def __init__(self, host: Host, directory: Path):
-        more = flags(30, f"--ckpt_every 5 --rank_timeout {TIMEOUT}")
-        command = LAUNCH.replace("--nproc_per_node 8", "--nproc_per_node 2")
-        script = f"cd {directory}; {command.replace('--shards 8', '--shards 2')} {more}"
-        self.log = directory / f"{time.monotonic_ns()}.log"
-        with open(self.log, "w") as log:
-            self.process = host.start(f"bash -c {shlex.quote(script)}", stdout=log, stderr=log)
-
-    def end(self) -> bool:
-        """Wait for its end; return whether it succeeded."""
-        return self.process.wait(LIMIT) == 0
+def launch(host: Host, directory: Path) -> subprocess.Popen:
+    """Start the command of docs/scaling.md for two hosts on one of them, with two devices for
+    eight. It logs to `log`."""
+    more = flags(30, f"--ckpt_every 5 --rank_timeout {TIMEOUT}")
+    command = LAUNCH.replace("--nproc_per_node 8", "--nproc_per_node 2")
+    script = f"cd {directory}; {command.replace('--shards 8', '--shards 2')} {more}"
+    with open(directory / "log", "a") as log:
+        return host.start(f"bash -c {shlex.quote(script)}", stdout=log, stderr=log)
 
 
 def test_ranks_end_when_a_host_is_lost_and_all_resume_when_it_is_back(tmp_path):
     """By --max-restarts the launch on the other host waits for the same command on a new one."""
     run = prepare(tmp_path / "run")
     whole = prepare(tmp_path / "whole")
+    log = (run / "log").read_text
     with two_hosts(tmp_path) as hosts:
-        for launch in [Launch(host, whole) for host in hosts]:
-            assert launch.end(), launch.log.read_text()
-        launches = [Launch(host, run) for host in hosts]
-        until(lambda: steps_done(run / "checkpoints") >= 7, log=launches[0].log.read_text)
+        for process in [launch(host, whole) for host in hosts]:
+            assert process.wait(LIMIT) == 0, (whole / "log").read_text()
+        launches = [launch(host, run) for host in hosts]
+        until(lambda: steps_done(run / "checkpoints") >= 7, log=log)
         hosts[1].do("ip link set eth0 down")
         for host in hosts:  # cut off from its rendezvous, torchrun itself waits for minutes
-            until(lambda host=host: not host.has_ranks(), WITHIN, log=launches[0].log.read_text)
+            until(lambda host=host: not host.has_ranks(), WITHIN, log=log)
         hosts[1].die()
         hosts[1] = Host(1, tmp_path)
         hosts[0].start("ip link delete eth0").wait(60)  # if the other host left it
         plug_in(*hosts)
-        launches[1] = Launch(hosts[1], run)
-        for launch in launches:
-            assert launch.end(), launch.log.read_text()
-        assert "resuming from" in "".join(path.read_text() for path in run.glob("*.log"))
+        launches[1] = launch(hosts[1], run)
+        for process in launches:
+            assert process.wait(LIMIT) == 0, log()
+        assert "resuming from" in log()
     assert_same_runs(run / "checkpoints", whole / "checkpoints")
 
 

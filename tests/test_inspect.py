@@ -253,11 +253,8 @@ def test_a_page_shows_whatever_the_model_has(changes, show):
     assert {len(levels) for levels in rows.values()} == {len(text)} == {len(data["ends"])}
 
 
-@pytest.mark.parametrize("tables", ((), ("1", "2")), ids=str)
-def test_a_page_has_votes_in_nats_and_gates_of_matches_only_without_tables(tables, show):
-    model = model_of(
-        engram_votes=2, engram_match_contexts=("3", "word1"), engram_byte_contexts=tables
-    )
+def test_a_page_has_votes_in_nats_and_gates_of_matches_without_tables(show):
+    model = model_of(engram_votes=2, engram_match_contexts=("3", "word1"), engram_byte_contexts=())
     model.engram_output.votes[2].weight.data[1::2] = 0  # of the older occurrences
     _, page = show(model, b"abcd abcd abce")
     rows = {row["name"]: row for row in data_of(page)["rows"]}
@@ -265,8 +262,7 @@ def test_a_page_has_votes_in_nats_and_gates_of_matches_only_without_tables(table
     assert has_vote == [False] * 7 + [True] * 6 + [False]
     shades = {name: row["shades"] for name, row in rows.items()}
     assert shades["3, its vote"] == shades["word1, its vote"] == "votes"
-    assert shades["layer 2, loop 1"] == "gates"
-    assert ("3, in the text" in rows) == ("1, learned" not in rows) == (tables == ())
+    assert shades["layer 2, loop 1"] == shades["3, in the text"] == "gates"
 
 
 def test_a_page_has_all_data_as_text_and_loads_nothing(tmp_path, show):

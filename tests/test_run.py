@@ -226,10 +226,8 @@ def test_metrics_of_speed_and_segments_are_those_of_the_steps(tmp_path):
         assert 4 < length < 6
         flops = line["tok_per_sec"] * estimate.flops_per_byte(model, round(length, 1), 2, 32)
         assert line["bf16_mfu"] == pytest.approx(flops / peak)
-    last = lines[-1]
-    assert 4 < last["val_bytes_per_segment"] < 6
-    assert 0 < last["val_loss"] < 6
-    assert not any("/" in name for name in last)  # no source has a name
+    assert 4 < lines[-1]["val_bytes_per_segment"] < 6
+    assert not any("/" in name for name in lines[-1])  # no source has a name
 
 
 # --------------------------------------------------------------------------------------------------
@@ -370,16 +368,15 @@ def test_going_back_in_another_directory_begins_a_new_wandb_run(train_small, wan
     assert wandb.calls[:5] == [1, 2, "finish", 3, "finish"]
 
 
-@pytest.mark.parametrize("fails_at, logged", ((3, [1, 2]), ("finish", [1, 2, 3, 4])))
-def test_failure_of_wandb_is_a_line_and_the_run_continues_without_it(
-    train_small, wandb, new_log, fails_at, logged
-):
-    wandb.fails_at = fails_at
-    directory = train_small("--run a --eval_every 0", steps=4)
-    assert wandb.calls == logged
-    assert len(metrics(directory)) == last_step(directory) == 4
-    log = new_log()
-    assert log.count("the service is gone") == log.count("wandb failed") == 1
+def test_failure_of_wandb_is_a_line_and_the_run_continues_without_it(train_small, wandb, new_log):
+    for fails_at, steps, logged in ((3, 4, [1, 2]), ("finish", 6, [5, 6])):
+        wandb.fails_at = fails_at
+        wandb.calls.clear()
+        directory = train_small("--run a --eval_every 0", steps=steps)
+        assert wandb.calls == logged
+        assert len(metrics(directory)) == last_step(directory) == steps
+        log = new_log()
+        assert log.count("the service is gone") == log.count("wandb failed") == 1
 
 
 def test_profiler_leaves_a_trace_of_three_steps(tmp_path, shards, processes):
