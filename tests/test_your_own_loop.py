@@ -40,7 +40,6 @@ def test_every_block_of_the_page_runs_and_changes_every_table(
         for block in blocks:
             exec(block.replace(SIZES, SMALLER), names)
             models.append(names["model"])
-    assert models[0] is models[1] is models[2]
     assert (models[-1] is models[0]) == (blocks is OWN_LOOP)
     first, last = (
         float(loss) for loss in re.findall(r"step \d+: (\S+) nats", capsys.readouterr().out)
