@@ -1,7 +1,7 @@
 """Helpers for the tests of data: shards, commands of data.py in this process, what they write."""
 
 import json
-from collections.abc import Sequence
+import shlex
 from pathlib import Path
 
 import numpy as np
@@ -15,24 +15,19 @@ from tokenizer import BOS_ID, EOS_ID
 # Commands
 
 
-def words_of(command: str | Sequence) -> list[str]:
-    """Return the words of a command. A word with spaces needs a sequence."""
-    return command.split() if isinstance(command, str) else [str(word) for word in command]
-
-
-def run_data(command: str | Sequence) -> int:
+def run_data(command: str) -> int:
     """Run a command of data.py; return its exit status."""
-    return data.main(words_of(command))
+    return data.main(shlex.split(command))
 
 
-def prepare(command: str | Sequence):
+def prepare(command: str):
     """Run `data.py prepare`, which must succeed."""
-    assert data.main(["prepare", *words_of(command)]) == 0
+    assert run_data(f"prepare {command}") == 0
 
 
-def error_line(capsys, command: str | Sequence) -> str:
+def error_line(capsys, command: str) -> str:
     """Run a command that must be refused; return the error."""
-    return refused(words_of(command), capsys, program="data.py", main=data.main)
+    return refused(shlex.split(command), capsys, program="data.py", main=data.main)
 
 
 # --------------------------------------------------------------------------------------------------

@@ -408,7 +408,7 @@ def test_special_file_in_place_of_metadata_or_a_shard_is_refused_and_not_waited_
 
 def test_printed_command_has_its_path_quoted(in_tmp_path, capsys):
     name = "a dir; touch X"
-    line = error_line(capsys, ["verify", name])
+    line = error_line(capsys, f"verify {shlex.quote(name)}")
     command = re.search("`(.*)`", line)[1]
     assert shlex.split(command)[3:] == ["INPUT", "--out", name]
 
