@@ -9,6 +9,7 @@ import data
 import train
 from conftest import SMALL, run_flags, settled, world_of
 from spider import log
+from spider.plan import with_minutes
 from spider.run import RunProgress
 from train import parse_args
 
@@ -41,6 +42,14 @@ def test_the_log_says_what_a_computed_rate_follows_from_and_if_a_given_one_is_fa
     plan = settled(*argv.split())
     lines = log.describe_plan(plan, {}, world_of())
     assert [line for line in lines if line.startswith("--lr")] == ([expected] if expected else [])
+
+
+def test_the_log_leaves_what_minutes_chose_out_of_the_recipes_values():
+    by_recipe = settled("--model", "tiny", "--minutes", "5")
+    by_minutes = with_minutes(by_recipe, [data.mock_source(0)], 1000.0)
+    for plan, shown in ((by_recipe, True), (by_minutes, False)):
+        (recipe,) = [s for s in log.describe_plan(plan, {}, world_of()) if "recipe of" in s]
+        assert ("--target_tokens" in recipe) == ("--eval_tokens" in recipe) == shown
 
 
 # --------------------------------------------------------------------------------------------------
