@@ -698,19 +698,17 @@ def _effective_depth(config: SpiderConfig) -> int:
 
 
 def _scale_residual_outputs(model: "Spider"):
-    """Scale the output projections of residual branches down with depth. Those before the head add
-    to the logits, and start at 0."""
+    """Scale the output projections of residual branches down with depth: every o_proj and
+    down_proj, in any module. Those before the head add to the logits, and start at 0."""
     scale = (2 * _effective_depth(model.config)) ** -0.5
-    for module in model.modules():
-        if isinstance(module, MLA):
-            module.o_proj.weight.mul_(scale)
-        elif isinstance(module, SwiGLU):
-            module.down_proj.weight.mul_(scale)
-        elif isinstance(module, OutputEngram):
-            if module.logits is not None:
-                module.logits.weight.zero_()
-            if module.votes is not None:
-                _last_linear(module.votes).weight.zero_()
+    for name, p in model.named_parameters():
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            p.mul_(scale)
+    before_head = model.engram_output
+    if before_head is not None and before_head.logits is not None:
+        before_head.logits.weight.zero_()
+    if before_head is not None and before_head.votes is not None:
+        _last_linear(before_head.votes).weight.zero_()
 
 
 def _last_linear(network: nn.Sequential) -> Linear:

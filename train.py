@@ -41,7 +41,6 @@ from data import Batch, Feed, Loader, mock_source, open_data, validation_sets
 from spider import common, estimate, machine
 from spider.checkpoint import (
     FROM_SCRATCH,
-    RECORDED,
     CheckpointWriter,
     Origin,
     check_finished,
@@ -311,6 +310,18 @@ class Flags:
     )
     profile: bool = flag(False, "write a profiler trace of steps 3 to 5 to --ckpt_dir")
 
+    def recorded(self) -> dict[str, Any]:
+        """Return the flags that a checkpoint keeps. A resumed run reports that one has changed."""
+        return {name: value for name, value in asdict(self).items() if name not in UNRECORDED}
+
+
+# The flags that a checkpoint does not keep: they train nothing, or stand elsewhere in it
+UNRECORDED = """
+    model ckpt_dir max_steps resume reset_steps dry_run config set n_loops grad_accum target_flops
+    target_param_data_ratio max_skipped device precision fp8_experts moe_backend compile recompute
+    shards rank_timeout deterministic ckpt_every keep_last keep_best eval_every patience
+    sample_every sample_prompt log_every run profile
+""".split()
 
 # The flags that a variable of the environment sets, too: the name in capitals
 ENVIRONMENT = "data_dir target_tokens n_loops seq_len micro_batch grad_accum lr ckpt_every".split()
@@ -1066,7 +1077,7 @@ def main(
                 cfg=asdict(model.config),
                 recipe=plan.recipe,
                 **loader.mixture,
-                flags={name: getattr(flags, name) for name in RECORDED},
+                flags=flags.recorded(),
                 **asdict(progress),
             )
             writer.save(state, sync_metrics)

@@ -564,12 +564,7 @@ class CheckpointWriter:
 # --------------------------------------------------------------------------------------------------
 # Resuming
 
-# The flags that a checkpoint keeps. A resumed run reports that one has changed.
-RECORDED = """
-    data_dir mock_data target_tokens minutes random_loops seq_len micro_batch global_batch seed
-    optimizer lr engram_lr engram_reset schedule warmup_steps wsd_decay_fraction min_lr_fraction
-    weight_decay dropout beta1 beta2 momentum grad_clip eval_tokens
-""".split()
+# What a change of these flags means for a resumed run
 READS = {"mock_data", "seq_len", "seed"}  # they decide which sequences a step reads
 EVALUATES = {"mock_data", "seq_len", "eval_tokens"}  # which bytes an evaluation reads
 # facts of the sources, see Loader.mixture, and what they are called
@@ -583,9 +578,9 @@ def changes_since(state: dict, plan: "Plan", mixture: dict[str, Any]) -> dict[st
 
     What an older checkpoint lacks counts as unchanged. --minutes chose a horizon, which is compared
     itself."""
-    now = asdict(plan.config)
-    now |= {name: getattr(plan.flags, name) for name in RECORDED if name != "minutes"}
-    now |= dict(n_loops=plan.flags.n_loops, **mixture)
+    flags = plan.flags.recorded()
+    del flags["minutes"]
+    now = asdict(plan.config) | flags | dict(n_loops=plan.flags.n_loops, **mixture)
     before = asdict(SpiderConfig.from_saved(state["cfg"])) | state.get("flags", {})
     before |= {name: state[name] for name in ("n_loops", *mixture) if name in state}
     return {

@@ -5,8 +5,8 @@ checkpoint.
     python tests/golden.py --spread  # print how far other processors are, as emulated here
 
 The rest of the suite compares the code with itself; these numbers stay when the code changes. A run
-is fp32 on one thread. Its text is made here. All flags that training reads are given, and the
-defaults of presets are in `recipes`.
+is fp32 on one thread. Its text is made here. The flags are those of table.py, and the defaults of
+presets are in `recipes`.
 """
 
 import json
@@ -36,6 +36,7 @@ import train
 from spider import machine, optim
 from spider.config import PRESETS
 from spider_model import Spider
+from table import ROWS
 from tokenizer import encode
 
 FILE = ROOT / "tests" / "golden.json"
@@ -43,13 +44,14 @@ FILE = ROOT / "tests" / "golden.json"
 # --------------------------------------------------------------------------------------------------
 # Runs
 
-FLAGS = """
-    --device cpu --precision fp32 --moe_backend grouped --compile off --recompute nothing --seed 2
-    --seq_len 96 --micro_batch 2 --grad_accum 1 --max_steps 5 --target_tokens 4608 --engram_lr 0.2
-    --no-engram_reset --schedule cosine --warmup_steps 2 --wsd_decay_fraction 0.2 --min_lr_fraction
-    0.15 --weight_decay 0.2 --dropout 0 --beta1 0.85 --beta2 0.93 --momentum 0.9 --grad_clip 1
-    --ckpt_every 5 --eval_every 5 --eval_tokens 200
-"""
+
+def words_of(column: str) -> str:
+    """Return the flags of a column of the table as words of a command line."""
+    values = {row.name: getattr(row, column) for row in ROWS}
+    return " ".join(f"--{name} {value}" for name, value in values.items() if value != "-")
+
+
+FLAGS = words_of("golden")
 
 SMALL = ",".join(
     """
@@ -75,11 +77,7 @@ MUON = "--optimizer muon --lr 0.01"
 ADAMW = "--optimizer adamw --lr 0.004"
 # Two sources, whose first epochs end after different steps; some steps are clipped, and segments
 # halt in some loop.
-EVERYTHING = f"""
-    --model 1b --n_loops 3 --random_loops --set {TWO_LAYERS},act_threshold=0.1 --data_dir a:3,b:1
-    --seq_len 48 --grad_accum 2 --engram_reset --dropout 0.8 --grad_clip 1.1 --schedule wsd
-    --wsd_decay_fraction 0.98
-"""
+EVERYTHING = f"--set {TWO_LAYERS},act_threshold=0.1 {words_of('everything')}"
 CASES = {
     "tiny muon": f"{TINY} {MUON}",
     "words muon": f"{WORDS_AS_SEGMENTS} {MUON}",
@@ -229,23 +227,20 @@ RECIPES = {model: f"--model {model}" for model in PRESETS} | {
     "tiny, 1,003,520 bytes": "--model tiny --target_tokens 1003520",
     "tiny, 20 steps": "--model tiny --target_tokens 81920",
 }
-TRAINED = """
-    n_loops random_loops seq_len micro_batch grad_accum seed target_tokens max_steps optimizer lr
-    engram_lr engram_reset schedule warmup_steps wsd_decay_fraction min_lr_fraction weight_decay
-    dropout beta1 beta2 momentum grad_clip max_skipped eval_every eval_tokens patience
-""".split()
+# Flags that checkpoints record and that train nothing themselves: the runs have texts of their own,
+# and the others set target_tokens and grad_accum.
+UNTRAINED = {"data_dir", "mock_data", "minutes", "global_batch"}
+TRAINED = [name for name in train.Flags().recorded() if name not in UNTRAINED]
+TRAINED += "n_loops grad_accum max_steps max_skipped eval_every patience".split()
 
 
-def recipes() -> dict[str, dict]:
-    """Return the flags and the configuration of presets, with memory for any micro-batch."""
-    by_recipe = {}
-    for name, argv in RECIPES.items():
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(machine, "memory_of", lambda *_: math.inf)
-            plan = conftest.settled(*f"{argv} --recompute nothing".split())
-        flags = {flag: getattr(plan.flags, flag) for flag in TRAINED}
-        by_recipe[name] = dict(flags=flags, config=asdict(plan.config))
-    return by_recipe
+def observe_recipe(recipe: str) -> dict[str, dict]:
+    """Return the flags and the configuration of a recipe, with memory for any micro-batch."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(machine, "memory_of", lambda *_: math.inf)
+        plan = conftest.settled(*f"{RECIPES[recipe]} --recompute nothing".split())
+    flags = {flag: getattr(plan.flags, flag) for flag in TRAINED}
+    return dict(flags=flags, config=asdict(plan.config))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -343,7 +338,8 @@ def write():
         if changes or not same_names:
             print("; ".join([f"{case}: written", *changes[:3]]))
             runs[case] = observed
-    text = json.dumps(dict(runs=runs, recipes=recipes()), indent=1)
+    recipes = {recipe: observe_recipe(recipe) for recipe in RECIPES}
+    text = json.dumps(dict(runs=runs, recipes=recipes), indent=1)
     lists = re.compile(r"\[[^][{}]*\]")  # innermost ones, each on a line of its own
     FILE.write_text(lists.sub(lambda match: json.dumps(json.loads(match[0])), text) + "\n")
 

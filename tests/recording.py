@@ -64,10 +64,8 @@ class Recording:
 
     status: int
     log: str
-    printed: str
     directory: Path
     updates: list[Update]  # steps that changed weights
-    evaluated: list[Pass]  # passes in evaluation mode
 
     @property
     def first(self) -> Update:
@@ -82,11 +80,6 @@ class Recording:
         """Return a number of every line of metrics.jsonl that has it."""
         return [line[name] for line in self.lines if name in line]
 
-    @property
-    def saved_steps(self) -> list[int]:
-        names = [path.stem for path in self.directory.glob("spider-step*.pt")]
-        return sorted(int(name.removeprefix("spider-step")) for name in names)
-
     def checkpoint(self, step: int) -> Path:
         return checkpoint_path(self.directory, step)
 
@@ -94,17 +87,12 @@ class Recording:
         """Return the state in a step's checkpoint."""
         return torch.load(self.checkpoint(step), weights_only=True)
 
-    def logged(self, words: str) -> list[str]:
-        """Return the lines of the log that have these words."""
-        return [line for line in self.log.splitlines() if words in line]
-
 
 class Recorder:
     """Watch all models and optimizers of this process inside a `with` block."""
 
     def __enter__(self):
         self.updates = []
-        self.evaluated = []
         self.modules = {}  # names in the model that ran last
         self.parameters = {}  # also
         self.handles = [
@@ -126,7 +114,6 @@ class Recorder:
         self.parameters = {p: name for name, p in module.named_parameters()}
         self.current = Pass()
         if not module.training:
-            self.evaluated.append(self.current)
             return
         if not self.updates or self.updates[-1].after:
             self.updates.append(Update())
@@ -171,17 +158,13 @@ def recorded(directory: Path, argv: list[str]) -> Recording:
     """Run train.py with these arguments, of which --ckpt_dir is `directory`."""
     with (
         redirect_stderr(io.StringIO()) as log,
-        redirect_stdout(io.StringIO()) as printed,
+        redirect_stdout(io.StringIO()),
         Recorder() as recorder,
     ):
         status = command_line(argv)
-    if recorder.updates and not recorder.updates[-1].after:
-        recorder.updates.pop()  # passes of a step that was skipped
     return Recording(
         status=status,
         log=log.getvalue(),
-        printed=printed.getvalue(),
         directory=directory,
         updates=recorder.updates,
-        evaluated=recorder.evaluated,
     )

@@ -11,8 +11,11 @@ import transformers
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from conftest import small_config, text
+import sample
+from conftest import awake, small_config, text
 from exporting import checkpoint, exported, load_model, load_tokenizer, model, spider, tokenizer
+from spider.checkpoint import load_checkpoint
+from table import EVERY_VARIANT_IN_TIME
 from tokenizer import BOS_ID, EOS_ID, PAD_ID
 
 
@@ -26,21 +29,29 @@ def continuation(model, ids: list[int], n: int = 12, **settings) -> list[int]:
 # Logits, losses, padding
 
 
-@pytest.mark.parametrize("training", (False, True))
-def test_logits_and_losses_are_spiders_own_and_labels_are_shifted_inside(exported, training):
-    model = load_model(exported).train(training)
+@EVERY_VARIANT_IN_TIME
+def test_logits_and_losses_of_an_export_are_spiders_own_and_labels_are_shifted_inside(
+    checkpoint, model, tmp_path, changes
+):
+    ours = awake(small_config(**changes))
+    saved = load_checkpoint(checkpoint)
+    saved |= dict(model_state_dict=ours.state_dict(), cfg=asdict(ours.config))
+    torch.save(saved, tmp_path / "spider-step6.pt")
+    assert sample.main([str(tmp_path / "spider-step6.pt"), "--export", str(tmp_path / "new")]) == 0
+    exported = type(model).from_pretrained(tmp_path / "new")
     ids = text(2, 40)
     labels = ids.clone()
     labels[0, 5:9] = -100
     shifted = torch.cat((labels[:, 1:], torch.full((2, 1), -100)), dim=1)
-    torch.manual_seed(0)
-    expected = model.spider(ids, shifted, 3)
     labels[0, 5] = PAD_ID  # ignored, too
-    torch.manual_seed(0)
-    found = model(ids, labels=labels)
-    assert torch.equal(found.logits, expected.logits)
-    assert torch.equal(found.nats_per_byte, expected.nats_per_byte)
-    assert torch.equal(found.loss, expected.loss if training else expected.nats_per_byte)
+    for training in (False, True):
+        torch.manual_seed(0)
+        expected = ours.train(training)(ids, shifted, 3)
+        torch.manual_seed(0)
+        found = exported.train(training)(ids, labels=labels)
+        assert torch.equal(found.logits, expected.logits)
+        assert torch.equal(found.nats_per_byte, expected.nats_per_byte)
+        assert torch.equal(found.loss, expected.loss if training else expected.nats_per_byte)
 
 
 @pytest.mark.parametrize("side", ("left", "right"))

@@ -1,16 +1,20 @@
-"""SpiderConfig: refused values name their field; a model of accepted ones trains."""
+"""SpiderConfig: every field is read; refused values name their field; a model of accepted ones
+trains."""
 
 import dataclasses
 import math
+from functools import cache
 
 import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
-from conftest import gradients, small_config, text
+from conftest import awake, gradients, small_config, text, weights_of
 from spider.config import BOUNDARIES, PRESETS, RANGES, SpiderConfig
 from spider_model import Spider
+from table import VARIANTS
 
 FIELDS = dataclasses.fields(SpiderConfig)
 
@@ -25,6 +29,71 @@ def test_value_out_of_range_or_of_another_type_is_refused_by_the_fields_name(fie
         with pytest.raises(ValueError, match=f"^{field.name} must be "):
             SpiderConfig(**{field.name: value})
 
+
+# --------------------------------------------------------------------------------------------------
+# Every field is read
+
+
+@cache
+def effect_of(**changes) -> dict[str, Tensor]:
+    """Return what an awake small model has and computes, by name."""
+    model = awake(small_config(**changes))
+    ids = text(2, 48)
+    out = model(ids, ids, noise_seed=0)
+    model.update_expert_bias(out.tokens_per_expert)
+    return dict(loss=out.loss, logits=out.logits) | out.loss_terms | weights_of(model)
+
+
+CHANGES = [
+    pytest.param(field, changes, id=f"{field}, {name}")
+    for name, changes in VARIANTS.items()
+    for field in changes
+]
+
+
+@pytest.mark.parametrize("field, changes", CHANGES)
+def test_a_field_in_a_row_of_the_table_has_an_effect(field, changes):
+    """If a new field fails here, nothing reads it."""
+    others = {name: value for name, value in changes.items() if name != field}
+    try:
+        expected = effect_of(**others)
+    except ValueError:
+        return  # the other fields need it
+    found = effect_of(**changes)
+    same = found.keys() == expected.keys() and all(
+        found[name].shape == expected[name].shape and torch.equal(found[name], expected[name])
+        for name in found
+    )
+    assert not same
+
+
+def is_switch(field: dataclasses.Field) -> bool:
+    """Return whether a field turns something off by False, 0 or an empty tuple. A rate or a weight
+    of the loss counts only if that is its default."""
+    kind = type(field.default)
+    try:
+        small_config(**{field.name: kind()})
+    except ValueError:
+        return False
+    return kind in (bool, int, tuple) or not field.default
+
+
+@pytest.mark.parametrize("field", FIELDS, ids=lambda field: field.name)
+def test_every_field_has_a_row_in_the_table_and_a_switch_both_values(field):
+    small = vars(small_config())[field.name]
+    values = {small} | {row[field.name] for row in VARIANTS.values() if field.name in row}
+    missing = (
+        f"{field.name}: add a row with another value than {small!r} to VARIANTS, tests/table.py"
+    )
+    assert len(values | {field.default}) > 1, missing
+    if is_switch(field):
+        assert {bool(value) for value in values} == {True, False}, missing
+    elif field.name == "boundaries":
+        assert values == {*BOUNDARIES}, missing
+
+
+# --------------------------------------------------------------------------------------------------
+# Values
 
 NUMBERS = [
     pytest.param(name, marks=pytest.mark.slow) if "layers" in name else name for name in RANGES

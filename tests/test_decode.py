@@ -11,8 +11,8 @@ from conftest import awake, documents, small_config, text
 from spider.decode import PIECE, DecodingState, draw
 from spider.memory import SegmentEngram
 from spider_model import Spider
+from table import EVERY_VARIANT_IN_TIME
 from tokenizer import BOS_ID, EOS_ID, PAD_ID
-from variants import VARIANTS
 
 LOOPS = 5  # more than the three that the models here are trained for
 
@@ -56,29 +56,7 @@ def assert_equal(ours: torch.Tensor, expected: torch.Tensor):
     torch.testing.assert_close(ours, expected, rtol=0, atol=1e-9)
 
 
-FAST = (
-    "everything",
-    "segment offsets",
-    "learned boundaries",
-    "no core",
-    "no halting",
-    "two segment engrams",
-    "no matches",
-    "matches by words alone",
-    "no engram",
-    "no coda",
-    "byte window",
-    "contexts of every kind",
-)
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        pytest.param(changes, id=name, marks=() if name in FAST else pytest.mark.slow)
-        for name, changes in VARIANTS.items()
-    ],
-)
+@EVERY_VARIANT_IN_TIME
 def test_steps_equal_the_full_pass_at_every_byte(changes):
     model = halting_model(**changes)
     rows = rows_of_documents()

@@ -2,19 +2,24 @@
 
 import math
 import random
+import re
+from collections import Counter
 from contextlib import suppress
 from dataclasses import fields
+from itertools import count
 
 import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
-import golden
 import train
-from conftest import metrics, run_flags, settled
+from conftest import ROOT, make_shards, metrics, run, run_flags, settled
 from spider.common import UsageError
-from test_witnesses import Operations
+from table import ROWS
 from train import Flags, parse_args
 
 SPECS = {one.name: one.metadata for one in fields(Flags)}
+CHOICES = {name: spec["choices"] for name, spec in SPECS.items() if "choices" in spec}
 
 
 def parsed(*argv, **environ) -> train.CommandLine:
@@ -102,53 +107,101 @@ def test_resume_keeps_the_default_ckpt_dir_and_mock_data_a_given_one(argv, direc
 
 
 # --------------------------------------------------------------------------------------------------
-# Choices, and what checkpoints record
+# Every flag is read
 
-CHOICES = {name: spec["choices"] for name, spec in SPECS.items() if "choices" in spec}
+
+class Operations(TorchDispatchMode):
+    """Count operations by name."""
+
+    def __init__(self):
+        super().__init__()
+        self.counts = Counter()
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        self.counts[operation.__name__] += 1
+        return operation(*args, **kwargs or {})
+
+
+EFFECT = "--warmup_steps 0 --target_tokens 512 --eval_every 0"
+
+
+@pytest.fixture(scope="module")
+def filled_caches(tmp_path_factory):
+    """Run once, since the first run of a process computes more than a later one."""
+    root = tmp_path_factory.mktemp("first")
+    run(root, make_shards(root / "data"), EFFECT, steps=3)
+
+
+@pytest.fixture
+def effect_of(tmp_path, shards, new_log, filled_caches):
+    """Return what a run of three steps computes and logs with some flags, or how it is refused."""
+    numbers = count()  # of the runs
+
+    def effect_of(flags: str):
+        directory = tmp_path / f"run{next(numbers)}"
+        with Operations() as operations:
+            status = train.command_line(run_flags(shards, directory, EFFECT, flags, steps=3))
+        log = new_log()
+        if status:
+            return log.splitlines()[-1]
+        steps = re.findall(r"step (\d+)/\d+ .*\| loss ", log)
+        deterministic = torch.are_deterministic_algorithms_enabled()
+        return operations.counts, metrics(directory), steps, deterministic
+
+    return effect_of
+
+
+def test_every_flag_has_a_row_in_the_table():
+    missing = SPECS.keys() - {row.name for row in ROWS}
+    assert not missing, (
+        f"{missing}: add a row to FLAGS of tests/table.py, such as `NAME - - --NAME VALUE` with a "
+        f"value other than the default, or with the file of a test that fails if nothing reads it"
+    )
+    assert SPECS.keys() == {row.name for row in ROWS}
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+def test_a_flag_has_a_golden_value_or_a_file_that_tests_it(row):
+    """The golden values of flags without a witness are compared with the defaults in
+    test_golden.py."""
+    if row.witness == "-":
+        assert (row.golden, row.everything) != ("-", "-"), f"--{row.name} has no witness"
+    elif not row.witness.startswith("--") and row.name not in CHOICES:
+        assert f"--{row.name}" in (ROOT / "tests" / f"{row.witness}.py").read_text()
+
+
+BY_A_RUN = [row for row in ROWS if row.witness.startswith("--")]
+
+
+@pytest.mark.parametrize("row", BY_A_RUN, ids=lambda row: row.name)
+def test_a_flag_has_an_effect(row, effect_of):
+    """If a flag fails here, nothing reads it, or another flag must be given for it."""
+    others = re.sub(rf"--{row.name} \S+", "", row.witness)
+    assert others != row.witness
+    without = [effect_of(others) for _ in range(2)][-1]  # the first run fills caches
+    assert effect_of(row.witness) != without
+
+
 SLOW = {"compile": [pytest.mark.slow]}  # it tests the compiler
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=SLOW.get(name, ())) for name in CHOICES])
-def test_each_choice_of_a_flag_has_an_effect_of_its_own(name, tmp_path, shards, capsys):
-    """The effect is a model, a setting, a refusal, or the operations and metrics of a run. If a new
-    choice fails here, nothing reads it."""
+def test_each_choice_of_a_flag_has_an_effect_of_its_own(name, effect_of):
+    """If a new choice fails here, nothing reads it. `auto` does what another choice does."""
     effects = {}
     for choice in CHOICES[name]:
-        if choice == "auto":  # it does what another one does
-            continue
         flag = f"--{name}={choice}"
+        if choice == "auto":
+            continue
         if name == "model":
             effect = settled(flag).config
         elif name == "compile":
             effect = settled(flag).flags.compile
         else:
-            directory = tmp_path / choice
-            flags = f"--warmup_steps 0 --target_tokens 512 --eval_every 0 {flag}"
-            argv = run_flags(shards, directory, flags, steps=2)
-            with Operations() as operations:
-                status = train.command_line(argv)
-            log = capsys.readouterr().err.splitlines()
-            effect = (operations.counts, metrics(directory)) if status == 0 else log[-1]
+            effect = effect_of(flag)
         others = [other for other in effects if effects[other] == effect]
         assert not others, f"{flag} does what {others} does"
         effects[choice] = effect
-
-
-# flags that checkpoints record, and that train nothing themselves
-UNTRAINED = {
-    "data_dir": "the golden runs have texts of their own",
-    "mock_data": "the same",
-    "minutes": "it sets target_tokens",
-    "global_batch": "it sets grad_accum",
-}
-
-
-def test_a_flag_that_a_checkpoint_records_has_a_golden_value():
-    missing = set(train.RECORDED) - set(golden.TRAINED) - UNTRAINED.keys()
-    assert not missing, (
-        f"{missing}: add them to TRAINED and to FLAGS of tests/golden.py, and write the golden "
-        f"values (CONTRIBUTING.md, Add a flag), or to UNTRAINED here with a reason"
-    )
 
 
 # --------------------------------------------------------------------------------------------------

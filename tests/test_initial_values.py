@@ -1,68 +1,34 @@
 """Initial values against the table in the docstring of spider_model.init_weights, by statistics.
 
-The table's numbers are written here a second time. All sizes differ, so that a wrong fan-in shows.
-Statistics are over REPEATS initializations.
+The table's numbers are written here a second time. Statistics are over REPEATS initializations.
 """
 
 import math
 import re
 from collections import defaultdict
 from collections.abc import Callable
+from itertools import accumulate
 
-import pytest
 import torch
 from torch import Tensor
 
+from conftest import on_meta, small_config
 from spider.config import SpiderConfig
 from spider_model import Spider
+from table import EVERY_VARIANT
 
-REPEATS = 16  # halt_predictor.weight, the smallest, then has 4,096 values
-SIGMAS = 4  # standard errors that an estimate may be off: there 4.4% of the deviation
-HIDDEN = 256
-SIZES = dict(
-    hidden_size=HIDDEN,
-    n_prelude_layers=1,
-    n_recurrent_layers=2,
-    n_coda_layers=2,
-    n_loops=3,
-    n_heads=2,
-    q_lora_rank=48,
-    kv_lora_rank=24,
-    qk_nope_head_dim=24,
-    qk_rope_head_dim=16,
-    v_head_dim=40,
-    intermediate_size=112,
-    n_routed_experts=3,
-    n_shared_experts=2,
-    moe_intermediate_size=48,
-    lora_rank=5,
-    engram_layers=(1,),
-    engram_contexts=("3", "4"),
-    engram_heads=2,
-    engram_rows=60,
-    engram_dim=8,
-    engram_byte_contexts=("1", "2", "3"),
-    engram_byte_rows=90,
-    engram_byte_dim=12,
-    engram_match_contexts=("3", "4", "5", "word1"),
-)
-DEPTH = 1 + 2 * 3 + 2  # layers, the core's counted once per loop
-MODELS = {
-    "flexitokens": SpiderConfig(**SIZES, boundaries="flexitokens", boundary_prior=0.3),
-    "learned": SpiderConfig(
-        **SIZES,
-        boundaries="learned",
-        boundary_rate=0.19,
-        segment_offsets=3,
-        engram_votes=2,
-        engram_logits=True,
-    ),
-}
+REPEATS = 8  # halt_predictor.weight, the smallest, then has 512 values
+SIGMAS = 5  # standard errors that an estimate may be off
+SIZES = dict(hidden_size=64, intermediate_size=112, n_coda_layers=2, n_loops=3, lora_rank=5)
 
 
-def drawn(model: str) -> dict[str, Tensor]:
+def config_of(changes: dict) -> SpiderConfig:
+    return small_config(**SIZES | changes)
+
+
+def drawn(config: SpiderConfig) -> dict[str, Tensor]:
     """Return all parameters and buffers of REPEATS initializations by name, [REPEATS, ...]."""
-    spider = Spider(MODELS[model])
+    spider = Spider(config)
     values = defaultdict(list)
     torch.manual_seed(0)
     for _ in range(REPEATS):
@@ -75,8 +41,10 @@ def drawn(model: str) -> dict[str, Tensor]:
 # --------------------------------------------------------------------------------------------------
 # What a row of the table says of values [REPEATS, ...]
 
+Check = Callable[[Tensor], None]
 
-def normal(variance: float) -> Callable[[Tensor], None]:
+
+def normal(variance: float) -> Check:
     """Values are N(0, variance): mean, deviation, and half of them within 0.6745 deviations."""
 
     def check(values: Tensor):
@@ -89,7 +57,12 @@ def normal(variance: float) -> Callable[[Tensor], None]:
     return check
 
 
-def constant(value: float) -> Callable[[Tensor], None]:
+def by_fan_in(dimension: int, divisor: float = 1) -> Check:
+    """Values are N(0, 1 / fan_in / divisor). dimension: of a weight, that of the inputs."""
+    return lambda values: normal(1 / values.shape[dimension] / divisor)(values)
+
+
+def constant(value: float) -> Check:
     def check(values: Tensor):
         torch.testing.assert_close(values, torch.full_like(values, value), rtol=1e-6, atol=0)
 
@@ -98,11 +71,11 @@ def constant(value: float) -> Callable[[Tensor], None]:
 
 def surprise_and_gain(values: Tensor):
     """The second output, the gain, is 0 at the start."""
-    normal(4 / HIDDEN)(values[:, 0])
+    by_fan_in(-1)(values[:, :1])
     constant(0)(values[:, 1])
 
 
-def multiplier_of(order: int) -> Callable[[Tensor], None]:
+def multiplier_of(order: int) -> Check:
     """The hash constants of a model's table: odd, from its number in the order of modules."""
 
     def check(values: Tensor):
@@ -113,86 +86,76 @@ def multiplier_of(order: int) -> Callable[[Tensor], None]:
     return check
 
 
-def numbers(*expected: int) -> Callable[[Tensor], None]:
+def primes_up_to(limit: int) -> list[int]:
+    return [n for n in range(limit, 1, -1) if all(n % k for k in range(2, n))]
+
+
+def begins(expected: list[int]) -> Check:
+    """Values are the first of these numbers."""
+
     def check(values: Tensor):
-        assert values[0].flatten().tolist() == list(expected)
-        assert torch.equal(values, values[:1].expand_as(values))
+        for repeat in values.flatten(1).tolist():
+            assert repeat == expected[: len(repeat)]
 
     return check
 
 
-ROWS = {  # by a regular expression for the whole name
-    r"embed_tokens": normal(1),
-    # Linears, by their fan-in
-    r".*attention\.(q_a|kv_a)_proj\.weight": normal(1 / HIDDEN),
-    r".*((ffn|shared)\.gate_up_proj|router)\.weight": normal(1 / HIDDEN),
-    r".*attention\.q_b_proj\.weight": normal(1 / 48),
-    r".*attention\.kv_b_proj\.weight": normal(1 / 24),
-    r"core.*engram\.(key|value)_proj\.weight": normal(1 / (2 * 2 * 8)),
-    r"engram_input\.proj\.weight": normal(1 / (7 * 12)),
-    r"engram_output\.(gate|votes\.0)\.weight": normal(1 / HIDDEN),
-    r".*moe\.w_(gate|up)": normal(1 / HIDDEN),
-    # Outputs of residual branches
-    r".*o_proj\.weight": normal(1 / (2 * 40) / (2 * DEPTH)),
-    r".*ffn\.down_proj\.weight": normal(1 / 112 / (2 * DEPTH)),
-    r".*shared\.down_proj\.weight": normal(1 / 96 / (2 * DEPTH)),
-    r".*moe\.w_down": normal(1 / 48 / (2 * DEPTH)),
-    # Predictions
-    r"lm_head\.weight|core\.halt_predictor\.weight": normal(0.02**2),
-    r"core\.halt_predictor\.bias": constant(-3),
-    # The core
-    r"core\.loop_embedding": normal(0.02**2),
-    r"core\.log_A": constant(0),
-    r"core\.dt": constant(-2.2521684),  # log(exp(0.1) - 1)
-    r"core\.B": constant(1),
-    r"core\.lora_down": normal(1 / HIDDEN),
-    r"core\.lora_up|core\.out_proj\.weight|core\.offset_proj|null_segment": constant(0),
-    # Memories
-    r".*table\.weight|.*conv_weight|.*followed|engram_output\.(logits|votes\.2)\.weight": constant(
-        0
-    ),
-    r"engram_match\.multiplier|engram_input\.table\.multiplier": multiplier_of(0),
-    r"core\.layers\.1\.engram\.table\.multiplier": multiplier_of(1),
-    r"engram_output\.table\.multiplier": multiplier_of(2),
-    r"engram_(input|output)\.table\.prime": numbers(89, 83, 79),
-    r"engram_(input|output)\.table\.offset": numbers(0, 89, 89 + 83),
-    r"core.*engram\.table\.prime": numbers(59, 53, 47, 43),
-    r"core.*engram\.table\.offset": numbers(0, 59, 59 + 53, 59 + 53 + 47),
-    r".*expert_bias": constant(0),
-}
-ROWS_OF = {
-    "flexitokens": ROWS
-    | {
-        r"engram_output\.proj\.weight": normal(1 / (7 * 12)),
-        r"boundary_predictor\.0\.weight": normal(1 / HIDDEN),
-        r"boundary_predictor\.0\.bias": constant(0),
-        r"boundary_predictor\.2\.weight": normal(4 / HIDDEN),
-        r"boundary_predictor\.2\.bias": constant(-0.8472979),  # log(0.3 / 0.7)
-    },
-    "learned": ROWS
-    | {
-        r"engram_output\.proj\.weight": normal(1 / (3 * 12)),  # votes replace matches
-        r"boundary_predictor\.regression\.0\.weight": normal(1 / HIDDEN),
+def table_of(c: SpiderConfig) -> dict[str, Check]:
+    """Return the rows by a regular expression for the whole name. The first one that matches
+    applies."""
+    depth = c.n_prelude_layers + c.n_recurrent_layers * c.n_loops + c.n_coda_layers
+    byte_primes = primes_up_to(c.engram_byte_rows)
+    primes = primes_up_to(c.engram_rows)
+    names = [name for name, _ in on_meta(c).named_buffers()]
+    multipliers = [name for name in names if name.endswith("table.multiplier")]
+    return {
+        r"embed_tokens": normal(1),
+        # Outputs of residual branches, of any module
+        r".*(o_proj|down_proj)\.weight": by_fan_in(-1, 2 * depth),
+        r".*moe\.w_down": by_fan_in(-2, 2 * depth),
+        r".*moe\.w_(gate|up)": by_fan_in(-2),
+        r".*expert_bias": constant(0),
+        # Predictions
+        r"lm_head\.weight|core\.halt_predictor\.weight": normal(0.02**2),
+        r"core\.halt_predictor\.bias": constant(-3),
+        r"boundary_predictor\.2\.bias": constant(
+            math.log(c.boundary_prior / (1 - c.boundary_prior))
+        ),
         r"boundary_predictor\.regression\.2\.weight": surprise_and_gain,
-        r"boundary_predictor\.regression\.[02]\.bias": constant(0),
         r"boundary_predictor\.(pairs|entropy|histogram|steps)": constant(0),
-        r"boundary_predictor\.threshold": constant(0.81 * 64 * 16 / 65536),  # cuts 0.19 of ties
-        r"boundary_predictor\.mean_loss": constant(math.log(272)),
-    },
-}
+        # of 65,536 steps of a score, those that cut boundary_rate of ties
+        r"boundary_predictor\.threshold": constant((1 - c.boundary_rate) * 64 * 16 / 65536),
+        r"boundary_predictor\.mean_loss": constant(math.log(c.vocab_size)),
+        # The core
+        r"core\.loop_embedding": normal(0.02**2),
+        r"core\.log_A": constant(0),
+        r"core\.dt": constant(-2.2521684),  # log(exp(0.1) - 1)
+        r"core\.B": constant(1),
+        r"core\.lora_down": normal(1 / 64),
+        r"core\.lora_up|core\.out_proj\.weight|core\.offset_proj|null_segment": constant(0),
+        # Memories
+        r".*table\.weight|.*conv_weight|.*followed": constant(0),
+        r"engram_output\.(logits|votes\.2)\.weight": constant(0),
+        r"engram_match\.multiplier": multiplier_of(0),
+        **{re.escape(name): multiplier_of(order) for order, name in enumerate(multipliers)},
+        r"engram_(input|output)\.table\.prime": begins(byte_primes),
+        r"engram_(input|output)\.table\.offset": begins([0, *accumulate(byte_primes)]),
+        r"core.*engram\.table\.prime": begins(primes),
+        r"core.*engram\.table\.offset": begins([0, *accumulate(primes)]),
+        # Linears
+        r".*\.weight": by_fan_in(-1),
+        r".*\.bias": constant(0),
+    }
 
 
-@pytest.mark.parametrize("model", MODELS)
-def test_every_parameter_and_buffer_starts_as_its_row_of_the_table_says(model):
-    table = ROWS_OF[model]
-    used = set()
-    for name, values in drawn(model).items():
+@EVERY_VARIANT
+def test_every_parameter_and_buffer_starts_as_its_row_of_the_table_says(changes):
+    config = config_of(changes)
+    table = table_of(config)
+    for name, values in drawn(config).items():
         rows = [pattern for pattern in table if re.fullmatch(pattern, name)]
-        assert len(rows) == 1, f"{name} has {len(rows)} rows"
-        used.add(rows[0])
-        check = table[rows[0]]
+        assert rows, f"{name} has no row in table_of, nor in the docstring of init_weights"
         try:
-            check(values)
+            table[rows[0]](values)
         except AssertionError as fault:
-            raise AssertionError(f"{name}: {fault}") from fault
-    assert used == table.keys()
+            raise AssertionError(f"{name} is not as in the row {rows[0]}: {fault}") from fault

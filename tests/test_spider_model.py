@@ -9,10 +9,8 @@ from conftest import ROOT, awake, documents, gradients, small_config, text
 from spider.config import RECOMPUTE
 from spider.optim import RowwiseAdagrad
 from spider_model import Spider
+from table import EVERY_VARIANT
 from tokenizer import BOS_ID, EOS_ID, PAD_ID
-from variants import VARIANTS
-
-EVERY_VARIANT = pytest.mark.parametrize("changes", VARIANTS.values(), ids=VARIANTS.keys())
 
 
 def assert_close(actual: Tensor, expected: Tensor, atol: float = 2e-5):
@@ -94,17 +92,19 @@ def test_recomputation_changes_no_gradient_and_counts_no_token_twice(changes):
                 assert_close(grad, grads[recompute][name], atol=1e-7)
 
 
-@pytest.mark.parametrize(
-    "changes", ({}, VARIANTS["votes and logits"]), ids=("rows of matches", "votes")
-)
+@EVERY_VARIANT
 def test_every_parameter_receives_a_gradient_on_real_text(changes):
     model = awake(small_config(**changes))
     ids = torch.tensor(list((ROOT / "LICENSE").read_bytes()[1000 : 8 * 128 + 1001]))
     model(ids[:-1].view(8, 128), ids[1:].view(8, 128), noise_seed=0).loss.backward()
-    for name, grad in gradients(model).items():
+    grads = gradients(model)
+    if model.config.n_loops == 1:  # the state before the only loop is zero
+        del grads["core.log_A"], grads["core.dt"], grads["core.halt_predictor.weight"]
+        del grads["core.halt_predictor.bias"]
+    for name, grad in grads.items():
         assert grad.isfinite().all() and grad.abs().sum() > 0, name
-    for layer in model.core.layers:
-        assert (layer.moe.w_down.grad.abs().sum((1, 2)) > 0).all()
+        if name.endswith("moe.w_down"):
+            assert (grad.abs().sum((1, 2)) > 0).all(), name  # of every expert
 
 
 def test_the_cores_own_prediction_is_no_term_of_the_loss_in_evaluation():

@@ -152,25 +152,35 @@ FLAGS = Flags(warmup_steps=10, min_lr_fraction=0.1)
 WSD = replace(FLAGS, schedule="wsd", wsd_decay_fraction=0.2)
 
 
+SCHEDULES = Flags.__dataclass_fields__["schedule"].metadata["choices"]
+
 RATES = (
     (FLAGS, 55, 100, 0.55),  # half of the cosine
-    (FLAGS, 10, 10, 1.0),
-    (FLAGS, 11, 11, 0.1),  # one step after the warm-up
     (WSD, 80, 100, 1.0),
     (WSD, 91, 100, 0.1 + 0.9 * 0.5),
     (replace(WSD, wsd_decay_fraction=0.0), 119, 100, 1.0),
-    (replace(FLAGS, warmup_steps=0), 0, 100, 1.0),
 )
 
 
 @pytest.mark.parametrize("flags, step, horizon, factor", RATES)
-def test_the_rate_of_a_step(flags, step, horizon, factor):
+def test_the_rate_of_a_step_is_that_of_its_schedule_and_of_no_other(flags, step, horizon, factor):
     assert lr_factor(step, horizon, flags) == pytest.approx(factor)
+    for other in {*SCHEDULES} - {flags.schedule}:
+        other_factor = lr_factor(step, horizon, replace(flags, schedule=other))
+        assert abs(other_factor - factor) > 0.1, f"{other} has the same rate: choose another step"
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_every_schedule_warms_up_and_ends_at_its_minimum(schedule):
+    flags = replace(FLAGS, schedule=schedule)
+    assert lr_factor(4, 100, flags) == pytest.approx(5 / 11)
+    assert lr_factor(10, 10, flags) == 1
+    assert lr_factor(11, 11, flags) == pytest.approx(0.1)  # one step after the warm-up
+    assert lr_factor(0, 100, replace(flags, warmup_steps=0)) == 1
 
 
 def test_each_schedule_has_its_rates_in_the_table_and_others_are_refused():
-    choices = train.Flags.__dataclass_fields__["schedule"].metadata["choices"]
-    missing = {*choices} - {flags.schedule for flags, *_ in RATES}
+    missing = {*SCHEDULES} - {flags.schedule for flags, *_ in RATES}
     assert not missing, f"{missing}: add a step's rate by the formula to RATES"
     with pytest.raises(ValueError, match="'none such' has no rates"):
         lr_factor(70, 100, replace(FLAGS, schedule="none such"))
