@@ -140,7 +140,7 @@ def settle_step(flags: list[str], world: World) -> tuple[Plan, list[Source]]:
     sources = [mock_source(0)]
     if "data_dir" in given:
         sources = open_data(command.flags.data_dir)
-    return settle(command, train.RECIPES, world, sources=sources), sources
+    return settle(command, train.RECIPES, world), sources
 
 
 class Step:
@@ -167,7 +167,7 @@ def measure_step(plan: Plan, sources: list[Source], world: World):
     step = Step(plan, sources, world)
     print("\nfirst passes, which may take minutes if layers are compiled", flush=True)
     start = time.perf_counter()
-    train.warm_up(step.model, plan, device)
+    train.warm_up(step.model, plan, step.feed.take()[0])
     wait(device)
     seconds = time.perf_counter() - start
 

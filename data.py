@@ -228,16 +228,6 @@ class Source:
             line += " (the end of its data, held out: it has no validation shard)"
         return line
 
-    def documents_per_byte(self) -> float:
-        """Estimate how many documents begin per byte of training text, by its first million ids."""
-        import torch
-
-        from spider.packing import document_starts
-
-        ids = self.train.read(0, min(len(self.train), 1_000_000))
-        row = torch.from_numpy(ids.astype(np.int64))[None]
-        return float(document_starts(row).float().mean())
-
 
 def open_data(spec: str) -> list[Source]:
     """Open a directory, or a mixture such as web:0.7,code:0.3. Weights are positive, and their sum

@@ -37,7 +37,7 @@ from loguru import logger
 from torch import Tensor, nn
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from data import Batch, Feed, Loader, mock_source, open_data, validation_sets
+from data import Batch, Feed, Loader, StepLayout, mock_source, open_data, validation_sets
 from spider import common, estimate, machine
 from spider.checkpoint import (
     FROM_SCRATCH,
@@ -72,6 +72,7 @@ from spider.plan import (
     recipe_of,
     rise_warning,
     settle,
+    with_half_micro_batch,
     with_minutes,
 )
 from spider.run import Metrics, RunProgress, StopSignals, start_profiler, start_wandb
@@ -622,28 +623,90 @@ def build_model(model: Spider, plan: Plan, world: World) -> Spider:
     return model
 
 
-def warm_up(model: Spider, plan: Plan, device: torch.device):
-    """Compile kernels by two passes on dummy bytes; weights, random state, buffers and data
-    position stay unchanged.
+def warm_up(model: Spider, plan: Plan, batch: Batch):
+    """Compile kernels, and take the memory of micro-steps, by two passes on a batch; weights,
+    random state and buffers stay unchanged.
 
     If torch.compile fails on the layers, run them uncompiled under --compile auto, else raise
     UsageError."""
     flags = plan.flags
-    ids = torch.arange(flags.micro_batch * flags.seq_len, device=device) % 251
-    ids = ids.view(flags.micro_batch, flags.seq_len)
+    was_compiled = model.compiled
     try:
         with model.cast_weights_once():
             for noise_seed in range(2):
-                model(ids, ids, n_loops=flags.n_loops, noise_seed=noise_seed).loss.backward()
+                if flags.grad_accum == 1:  # a pass then has no gradients of the one before
+                    model.zero_grad()
+                out = model(
+                    batch.ids,
+                    batch.labels,
+                    flags.n_loops,
+                    noise_seed,
+                    batch.cu_seqlens,
+                    batch.longest,
+                    dropout=flags.dropout,
+                )
+                out.loss.backward()
     except Exception as fault:  # whatever Dynamo, Inductor and Triton provoke
         if not model.compiled or machine.is_out_of_memory(fault):
             raise
-        line = machine.describe_compile_error(fault, device)
+        line = machine.describe_compile_error(fault, batch.ids.device)
         if flags.compile == "on" or plan.ranks > 1:
             raise UsageError(f"--compile: {line}; or use --compile off") from fault
         logger.warning(f"{line}: the layers run uncompiled")
         model.uncompile_layers()
-    model.zero_grad(set_to_none=True)
+    finally:
+        model.zero_grad()
+    if was_compiled and not model.compiled:
+        warm_up(model, plan, batch)
+
+
+# Fraction of a GPU's memory to leave: for CUDA itself, the allocator's holes, and batches of more
+# segments
+SPARE = 0.1
+
+
+def proves_memory(world: World) -> bool:
+    """Return whether the warm-up proves that a step fits; several ranks would have to agree."""
+    return world.device.type == "cuda" and world.ranks == 1
+
+
+def fit_micro_batch(
+    model: Spider, optimizers: Optimizers, plan: Plan, loader: Loader, world: World
+) -> Plan:
+    """Warm up. On one GPU, halve the micro-batch until the passes leave a tenth of the memory;
+    return the plan with that micro-batch, whose steps have as many bytes.
+
+    A micro-batch of 1 is kept, even if it leaves less. If it does not fit, raise OutOfMemoryError.
+    """
+    proves = proves_memory(world)
+    if not (proves or plan.flags.precision == "fp8" or plan.flags.compile != "off"):
+        return plan
+    total = machine.memory_of(world.device)
+    # Without a checkpoint, the first step makes the optimizers' state after these passes.
+    to_come = 0.0
+    if not any(optimizer.state for optimizer in optimizers.by_name.values()):
+        state = estimate.state_size(model, plan.flags.optimizer)
+        to_come = state.dense_state + state.table_state
+    while True:
+        (batch,) = loader.batches(0, 0, StepLayout(plan.flags.micro_batch, 1))
+        can_halve = proves and plan.flags.micro_batch > 1
+        machine.restart_peak(world.device)
+        try:
+            warm_up(model, plan, batch.to(world.device))
+            taken = 1e9 * machine.peak_memory(world.device) + to_come
+        except torch.OutOfMemoryError:
+            if not can_halve:
+                raise
+            taken = total
+        if not can_halve or taken <= (1 - SPARE) * total:
+            return plan
+        before = plan.flags.micro_batch
+        plan = with_half_micro_batch(plan)
+        logger.warning(
+            f"--micro_batch {before} takes at least {taken / 1e9:.1f} GB of the GPU's "
+            f"{total / 1e9:.1f}: a step of as many bytes takes --micro_batch "
+            f"{plan.flags.micro_batch} --grad_accum {plan.flags.grad_accum}"
+        )
 
 
 def optimizers_of(flags: Flags, model: Spider) -> Optimizers:
@@ -905,9 +968,8 @@ def time_steps(plan: Plan, world: World, loader: Loader) -> float:
     logger.info(f"timing steps of {plan.step_bytes:,} bytes")
     # plan.model is the run's, and a subclass may hold what cannot be copied
     model = build_model(on_meta(plan.model_class, plan.config), plan, world)
-    if flags.compile != "off":
-        warm_up(model, plan, world.device)
     optimizers = optimizers_of(flags, model)
+    plan = fit_micro_batch(model, optimizers, plan, loader, world)
     times: list[float] = []
     while len(times) < 2 or sum(times[1:]) < MIN_SECONDS_TIMED:  # the first step is a warm-up
         step = plan.horizon // 2 + len(times)
@@ -952,7 +1014,7 @@ def main(
         return load_origin(directory, flags.resume, flags.reset_steps)
 
     origin = world.on_rank0(open_directory, Origin.without_tensors)
-    plan = settle(command, RECIPES, world, origin, model_class, sources)
+    plan = settle(command, RECIPES, world, origin, model_class)
     loader = Loader(sources, plan.flags.seq_len, flags.seed)
     if flags.minutes and not origin.resumes:
         if world.ranks > 1:
@@ -1002,6 +1064,8 @@ def main(
     # A checkpoint has the rate of the last step, also where only its evaluation is left.
     last_rate = rate_of(max(0, progress.step - 1))
     optimizers.set_lr(flags.lr, last_rate)
+    plan = fit_micro_batch(model, optimizers, plan, loader, world)
+    flags = plan.flags  # the micro-batch may be smaller now: Feed and checkpoints need it
 
     # ----------------------------------------------------------------------------------------------
     # Batches, checkpoints, logs
@@ -1016,8 +1080,6 @@ def main(
     log_start(plan, progress, last_step)
     for line in (*warnings, *rise_warning(progress, flags.lr * last_rate, horizon)):
         logger.warning(line)
-    if flags.precision == "fp8" or flags.compile != "off":
-        warm_up(model, plan, world.device)
     rows = max(flags.micro_batch, EVAL_BYTES // flags.seq_len)
     evaluate_now = partial(evaluate, model, validation, rows, flags.n_loops, world)
     if has_others_weights and validation:

@@ -1,13 +1,9 @@
 """Estimate a run before it starts: parameters, FLOPs, memory of a step, duration.
 
-The memory estimate counts what each module saves for its backward pass. It agrees within 10% with a
-step on fake tensors (tests/rehearsal).
-
-`c` is the SpiderConfig of the model. `size` is the bytes of a number in the dtype of activations,
-2 or 4. `rows` are the bytes of a micro-step: the rows of the byte layers.
+The memory estimate is within a seventh of the peak of a step (tests/rehearsal/peaks.py). It makes
+the first choice of micro-batch and recomputation; train.fit_micro_batch proves the choice.
 """
 
-import math
 import shutil
 from collections.abc import Callable, Container, Mapping
 from dataclasses import replace
@@ -19,13 +15,12 @@ from torch import nn
 
 from spider.checkpoint import checkpoint_paths
 from spider.common import TooLarge
-from spider.config import RECOMPUTE, SpiderConfig
+from spider.config import RECOMPUTE
 from spider.distributed import World
 from spider.fp8 import takes_fp8
 from spider.machine import free_memory, memory_of, multiplies_bf16, process_memory
 from spider.memory import EngramTable
 from spider.optim import ENGRAM_TABLES, Read, kinds_of
-from spider.packing import round_up, row_step
 
 if TYPE_CHECKING:
     from spider.plan import Plan
@@ -57,6 +52,26 @@ def parameter_table(model: "Spider") -> dict[str, tuple[int, float]]:
     return table
 
 
+def uses_of_matrices(model: "Spider", segments_per_byte: float, n_loops: int) -> dict[str, float]:
+    """Return how often a byte multiplies by each matrix, or by a matrix of each stack, on
+    average."""
+    c = model.config
+    loops = segments_per_byte * n_loops
+    uses = {
+        Read.BYTE: 1.0,
+        Read.SEGMENT: segments_per_byte,
+        Read.LOOP: loops,
+        Read.ONE_LOOP: loops / c.n_loops,
+        Read.CHOSEN: loops * c.n_experts_per_tok / max(1, c.n_routed_experts),
+        Read.LOOKUP: 0.0,
+    }
+    return {
+        name: uses[kind.read]
+        for name, kind in kinds_of(model).items()
+        if model.get_parameter(name).ndim >= 2
+    }
+
+
 def flops_per_byte(
     model: "Spider",
     bytes_per_segment: float,
@@ -76,19 +91,9 @@ def flops_per_byte(
     products: float = 0
     if c.scores_core:
         products += model.get_parameter("lm_head.weight").numel()
-    for name, kind in kinds_of(model).items():
-        p = model.get_parameter(name)
-        if p.ndim < 2 or kind.read is Read.LOOKUP:
-            continue
-        uses = p.numel() * (0.5 if name in fast else 1.0)
-        if kind.read is Read.CHOSEN:
-            uses *= c.n_experts_per_tok / c.n_routed_experts
-        if kind.read is Read.ONE_LOOP:
-            uses /= c.n_loops
-        if kind.read is not Read.BYTE:
-            passes = 1 if kind.read is Read.SEGMENT else n_loops
-            uses *= segments_per_byte * passes
-        products += uses
+    for name, uses in uses_of_matrices(model, segments_per_byte, n_loops).items():
+        rate = 0.5 if name in fast else 1.0
+        products += model.get_parameter(name).numel() * rate * uses
     window = min(c.byte_window or seq_len, seq_len)
     seen_by_byte = window - window * window / (2 * seq_len)  # bytes, on average
     seen_by_core = n_loops * segments_per_byte**2 * seq_len / 2  # segments, per byte
@@ -100,135 +105,6 @@ def flops_per_byte(
         * (seen_by_byte * byte_layers + c.n_recurrent_layers * seen_by_core)
     )
     return 6 * products + 3 * 2 * attention
-
-
-# --------------------------------------------------------------------------------------------------
-# Activations: what a forward pass saves for backward. tests/test_estimate.py measures each term.
-
-
-def layer_kept(c: SpiderConfig, size: int) -> int:
-    """Count the bytes per row that any layer saves: inputs and norms of attention and of what
-    follows it, low-rank projections and their norms, q, k, v beside k's unrotated part, result."""
-    low_rank = 2 * (c.q_lora_rank + c.kv_lora_rank) + c.qk_rope_head_dim
-    heads = c.n_heads * (4 * c.v_head_dim + c.qk_nope_head_dim)
-    fp32 = c.n_heads + 4  # log-partitions of attention, scales of norms
-    return size * (4 * c.hidden_size + low_rank + heads) + 4 * fp32
-
-
-def routing_kept(c: SpiderConfig) -> int:
-    """Count the bytes per segment that a visit's routing saves: scores and probabilities in
-    fp32; of each expert its number, its row and the row's segment in int64."""
-    if not c.n_routed_experts:
-        return 0
-    return 8 * c.n_routed_experts + 24 * c.n_experts_per_tok
-
-
-def visit_kept(c: SpiderConfig, size: int, has_engram: bool) -> int:
-    """Count the bytes per segment that a core layer saves in one loop: also routing, experts and
-    Engram."""
-    numbers = 4 * c.n_shared_experts * c.moe_intermediate_size
-    if c.n_routed_experts:
-        numbers += c.n_experts_per_tok * (c.hidden_size + 5 * c.moe_intermediate_size)
-    if has_engram:
-        numbers += 2 * c.hidden_size
-    return layer_kept(c, size) + size * numbers + routing_kept(c)
-
-
-def head_kept(c: SpiderConfig, size: int) -> int:
-    """Count the bytes per row that head and losses save, and the Engram before them. They are freed
-    before the byte layers run backward."""
-    state = size * c.hidden_size
-    # the loss in fp32: logits, their log-softmax, and the gradients of both
-    kept = 2 * state + 16 * c.vocab_size
-    if c.scores_core:  # one more log-softmax
-        kept += 2 * state + 4 * c.vocab_size
-    rows = len(c.engram_byte_contexts) + c.matches_before_head
-    votes = c.engram_votes * len(c.engram_match_contexts)
-    if rows + votes:
-        kept += 2 * state + rows * (size * 2 * c.engram_byte_dim + 8)  # addresses are int64
-    if votes:  # for ids, int64, unless they are no bytes
-        kept += state + 9 * votes
-        if c.engram_vote_ages:  # beside a copy of the state
-            kept += state + size * round_up(len(c.engram_match_contexts), 32)
-    return kept
-
-
-def others_kept(c: SpiderConfig, size: int) -> int:
-    """Count the bytes per row that neither head nor byte layers save: Engram before the prelude,
-    rotations, boundary predictor, pooling."""
-    state = size * c.hidden_size
-    rows = len(c.engram_byte_contexts) + len(c.engram_match_contexts)
-    kept = rows * (size * c.engram_byte_dim + 8) + size * 2 * c.qk_rope_head_dim
-    if c.n_recurrent_layers:
-        kept += state + 3 * 8  # the rows of each byte in pooling and unpooling, int64
-        if c.boundaries != "words":  # a regression in fp32, on a quarter of the width
-            kept += state + 2 * c.hidden_size
-        if c.boundaries == "learned":  # with and without the last boundary
-            kept += state
-    return kept
-
-
-class MicroStep(NamedTuple):
-    """What the size of activations depends on, beside the model."""
-
-    n_loops: int
-    rows: int
-    seq_len: int
-    size: int
-    recompute: str  # one of RECOMPUTE
-    dropout: bool  # whether there are masks: two at byte rate and two at segment rate
-
-
-def activations(c: SpiderConfig, step: MicroStep) -> float:
-    """Count the bytes of activations at their peak.
-
-    That is where the backward pass begins, or in the last byte layer, which it may recompute.
-    """
-    size = step.size
-    layers = c.n_prelude_layers + c.n_coda_layers
-    # a byte layer also saves gate, up, SiLU and product
-    block = layer_kept(c, size) + size * 4 * c.intermediate_size
-    kept = others_kept(c, size)
-    if step.dropout:
-        kept += 2 * c.hidden_size
-    head = head_kept(c, size)
-    if layers:
-        # later, in the last layer: gradients of states, gate and up
-        backward = size * (3 * c.hidden_size + 2 * c.intermediate_size)
-        if step.recompute == "all":
-            kept += layers * size * c.hidden_size
-            backward += block
-        else:
-            kept += layers * block
-        head = max(head, backward)
-    kept += head
-    total: float = step.rows * kept
-    if c.n_recurrent_layers:
-        total += _core_activations(c, step)
-    return total
-
-
-def _core_activations(c: SpiderConfig, step: MicroStep) -> float:
-    size = step.size
-    segments = math.ceil(step.rows / c.bytes_per_segment)
-    segments = round_up(max(1, segments), row_step(step.rows, step.seq_len))
-    visits = [visit_kept(c, size, i in c.engram_layers) for i in range(c.n_recurrent_layers)]
-    if step.recompute == "nothing":
-        kept = step.n_loops * sum(visits)
-    else:
-        # what each visit keeps: input, routing, and of a loop before the last one latents
-        latent = c.kv_lora_rank + c.qk_rope_head_dim
-        numbers = step.n_loops * c.hidden_size + (step.n_loops - 1) * latent
-        kept = len(visits) * (size * numbers + step.n_loops * routing_kept(c))
-        if not c.n_prelude_layers + c.n_coda_layers:
-            kept += max(visits)  # else the byte layers need more, later
-    kept += step.n_loops * size * 4 * c.hidden_size  # read-out, adapter and halting of each loop
-    hashes = len(c.engram_contexts) * c.engram_heads
-    engram = hashes * (size * c.engram_dim + 8) + size * 7 * c.hidden_size  # four are for its taps
-    kept += len(c.engram_layers) * engram
-    masks = 2 if step.dropout else 0
-    kept += (4 * size + 4 + masks) * c.hidden_size  # input and output, sums of bytes in fp32
-    return segments * kept
 
 
 # --------------------------------------------------------------------------------------------------
@@ -264,43 +140,31 @@ def state_size(model: nn.Module, optimizer: str) -> StateSize:
     return StateSize(4 * dense, 4 * in_tables, state, 4 * sum(map(len, tables)))
 
 
-PADDING = "padding of documents (at most)"
-# bytes: oneDNN caches 1,024 kernels twice, one per size of a product (in Muon also per learning
-# rate); includes malloc's fragmentation
-ONEDNN_CACHE = 1e9
-
-
 def estimate_memory(
-    model: nn.Module, plan: "Plan", recompute: str, world: World
+    model: "Spider", plan: "Plan", recompute: str, world: World
 ) -> dict[str, float]:
     """Estimate the peak bytes of a rank by purpose, in a step with `recompute` checkpointed.
 
     On a CPU this includes the rest of the process.
     """
-    c = plan.config
     flags = plan.flags
-    step = MicroStep(
-        n_loops=flags.n_loops,
-        rows=flags.micro_batch * flags.seq_len,
-        seq_len=flags.seq_len,
-        size=4 if flags.precision == "fp32" else 2,
-        recompute=recompute,
-        dropout=flags.dropout > 0,
-    )
+    size = 4 if flags.precision == "fp32" else 2
+    rows = flags.micro_batch * flags.seq_len
     on_cpu = world.device.type == "cpu"
     state = state_size(model, flags.optimizer)
 
-    kept = activations(c, step)
+    kept = size * rows * numbers_kept(model, plan, recompute)
+    if on_cpu:
+        kept *= 1.35  # documents are padded, and malloc leaves holes
     casts = 0
     if flags.precision != "fp32":
-        casts = state.dense * step.size // 4
-    if flags.precision == "fp8":
-        # a converted weight takes one byte
+        casts = state.dense * size // 4
+    if flags.precision == "fp8":  # a converted weight takes one byte
         casts -= sum(model.get_parameter(name).numel() for name in weights_in_fp8(model))
-        kept += step.rows * 12 * c.intermediate_size  # gate and up go to fp32 and back
 
     gradients: float = state.dense
-    of_tables = table_gradients(tables_of(model), plan, step.rows)
+    lookups = sum(len(t.primes) * t.weight.shape[1] for t in tables_of(model).values())
+    of_tables = min(4.0 * lookups * rows * flags.grad_accum, 2.0 * state.tables)
     gathered = 0
     if world.ranks > 1:  # see shard_model; tables and their summed gradients are not sharded
         of_tables = state.tables
@@ -316,13 +180,6 @@ def estimate_memory(
         gradients = max(0.0, gradients + of_tables - kept)
         of_tables = 0.0
 
-    flash = 0.0
-    if step.size == 2 and not on_cpu:
-        flash = flash_backward(plan, step.rows)
-    padding = 0.0
-    if step.size == 4 or on_cpu:  # there is no variable-length kernel
-        padding = padding_bound(c, step)
-
     memory = {
         "parameters": state.tables + state.dense / world.shards,
         "gradients": gradients,
@@ -330,19 +187,52 @@ def estimate_memory(
         "optimizer": state.dense_state / world.shards + state.table_state,
         "cast weights": casts,
         "activations": kept,
-        # ids and labels, int64, of this step and the next one (data.Feed)
-        "batches": 2 * 2 * 8 * step.rows * flags.grad_accum,
-        PADDING: padding,
-        "attention's backward pass": flash,
         "gathered weights": gathered,
     }
     if on_cpu:
         memory |= {
             "process at start": process_memory("VmRSS"),
             "checkpoint copy": plan.checkpoint_size / world.local_ranks,
-            "oneDNN kernels (at most)": ONEDNN_CACHE if multiplies_bf16(world.device) else 0.0,
+            # In bf16 oneDNN caches 1,024 kernels twice, one per size of a product (in Muon also per
+            # learning rate).
+            "growth of the process": 1e9 if multiplies_bf16(world.device) else 1e8,
         }
     return memory
+
+
+def numbers_kept(model: "Spider", plan: "Plan", recompute: str) -> float:
+    """Estimate how many numbers of activations a byte keeps at the peak of a step.
+
+    They are in proportion to the inputs and outputs of the products of a byte. The factors are
+    fitted to steps on fake tensors (tests/rehearsal).
+    """
+    c = plan.config
+    n_loops = plan.flags.n_loops
+    segments = 1 / c.bytes_per_segment  # per byte
+    byte_layers = c.n_prelude_layers + c.n_coda_layers
+    widths: dict[str, float] = dict(prelude=0.0, core=0.0, coda=0.0, others=0.0)
+    for name, uses in uses_of_matrices(model, segments, n_loops).items():
+        shape = model.get_parameter(name).shape
+        part = name.partition(".")[0]
+        if part not in widths:
+            part = "others"
+        widths[part] += uses * shape[:-2].numel() * sum(shape[-2:])
+    in_byte_layers = widths["prelude"] + widths["coda"]
+    in_a_layer = in_byte_layers / max(1, byte_layers)
+
+    kept = 2.0 * widths["others"]  # mostly in fp32
+    if recompute == "nothing":
+        kept += 0.9 * widths["core"]
+    else:  # the input of each visit of a layer, and what attention and routing keep
+        visits = segments * n_loops * c.n_recurrent_layers
+        kept += 2.5 * visits * c.hidden_size
+    if recompute == "all":
+        kept += byte_layers * c.hidden_size + 0.85 * in_a_layer
+    else:
+        kept += 1.1 * in_byte_layers
+    if plan.flags.precision == "fp8":  # casts of a layer, through fp32
+        kept += 0.7 * in_a_layer
+    return kept
 
 
 def weights_in_fp8(model: nn.Module, experts: bool = False) -> list[str]:
@@ -354,57 +244,11 @@ def weights_in_fp8(model: nn.Module, experts: bool = False) -> list[str]:
     return linears + routed if experts else linears
 
 
-def flash_backward(plan: "Plan", rows: int) -> float:
-    """Count the bytes that FlashAttention 2 takes in backward, beyond the activations.
-
-    It sums the gradient of q in fp32, with 128 rows more for each document (dq_accum in
-    flash_api.cpp).
-    """
-    c = plan.config
-    documents = plan.flags.micro_batch + rows * plan.documents_per_byte
-    return 4 * (rows + 128 * documents) * c.n_heads * round_up(c.v_head_dim, 32)
-
-
-def padding_bound(c: SpiderConfig, step: MicroStep) -> float:
-    """Bound the bytes that the padding of documents takes, which depend on the data.
-
-    Without a variable-length attention kernel (on a CPU, and in fp32) documents are padded to at
-    most twice their rows.
-    """
-    # layers whose padded tensors exist at once
-    byte_passes = 2 if step.recompute == "all" else c.n_prelude_layers + c.n_coda_layers
-    core_passes = c.n_recurrent_layers * step.n_loops if step.recompute == "nothing" else 2
-    # A window stores every block twice, and recomputation adds their gradients: 12 copies of each
-    # head's numbers, else 5. Products in bf16 keep their scores, too.
-    numbers = c.n_heads * c.v_head_dim
-    by_bytes: float = (12 if c.byte_window else 5) * numbers
-    by_core: float = 5 * numbers
-    if step.size == 2:
-        by_bytes += 2 * c.n_heads * min(2 * c.byte_window or 2048, step.seq_len)
-        by_core += 2 * c.n_heads * min(2048, step.seq_len / c.bytes_per_segment)
-    of_bytes = byte_passes * step.rows * by_bytes * step.size
-    of_core = core_passes * step.rows / c.bytes_per_segment * by_core * step.size
-    return of_bytes + of_core
-
-
-def table_gradients(tables: dict[str, EngramTable], plan: "Plan", rows: int) -> float:
-    """Count the bytes of the gradients of Engram tables, see EngramTable.gather.
-
-    Each lookup has a row and its gradient."""
-    total = 0.0
-    for name, table in tables.items():
-        width = plan.config.bytes_per_segment if name.startswith("core") else 1
-        lookups = len(table.primes) * rows / width
-        kept = min(plan.flags.grad_accum * lookups, 1.5 * len(table.weight) + lookups)
-        total += kept * (4 * table.weight.shape[1] + 8)
-    return total
-
-
 # --------------------------------------------------------------------------------------------------
 # The choice by memory, and its refusal
 
-# fraction of the memory; the rest is for the context, fragmentation, and an error of up to a tenth
-# (tests/rehearsal/test_costs.py)
+# Fraction of a GPU's memory that a step may take by the estimate. If the estimate is a seventh too
+# low, the step still fits, but the warm-up halves its micro-batch.
 FITS = 0.85
 
 
@@ -453,10 +297,10 @@ def check_memory(plan: "Plan", world: World):
     """Raise TooLarge if a local rank surely needs more memory than there is.
 
     The kernel would kill a run on a CPU without a message, and on a GPU kernels would be compiled
-    for minutes first. The padding does not count, since it depends on the documents.
+    for minutes first.
     """
     available = memory_of(world.device, world.local_ranks)
-    needed = sum(plan.memory.values()) - plan.memory[PADDING]
+    needed = sum(plan.memory.values())
     if needed > 1.25 * available:
         raise TooLarge(
             f"--micro_batch: the run needs at least {needed * world.local_ranks / 1e9:.3g} GB, but "

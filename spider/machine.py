@@ -251,6 +251,13 @@ def peak_memory(device: torch.device) -> float:
     return process_memory("VmHWM") / 1e9
 
 
+def restart_peak(device: torch.device):
+    """Let the GPU have back what torch keeps for later, and measure the peak from now on."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+
+
 # numbers of mallopt's parameters, from malloc.h
 M_TRIM_THRESHOLD = -1
 M_TOP_PAD = -2

@@ -50,7 +50,6 @@ class Plan:
     model: Spider = field(compare=False, repr=False)
     ranks: int = 1
     checkpoint_size: float = 0.0  # bytes
-    documents_per_byte: float = 0.0  # density of the data, for the estimate of memory
     memory: dict[str, float] = field(default_factory=dict)  # bytes of a rank, by purpose
     reasons: tuple[str, ...] = ()  # why something was chosen, for the log
 
@@ -81,13 +80,12 @@ def settle(
     world: World,
     origin: Origin = FROM_SCRATCH,
     model_class: type[Spider] = Spider,
-    sources: Sequence[Source] = (),
 ) -> Plan:
     """Resolve a command line into the plan of a run.
 
-    recipes: the defaults of each model. origin: the checkpoint to begin with. sources: the data,
-    whose documents take memory. Raise UsageError for flags that contradict one another or that this
-    machine does not support, and CheckpointError for a checkpoint of another model."""
+    recipes: the defaults of each model. origin: the checkpoint to begin with. Raise UsageError for
+    flags that contradict one another or that this machine does not support, and CheckpointError for
+    a checkpoint of another model."""
     given = command.given
     recipe = recipe_of(command.flags.model, origin, world.device)
     defaults = recipes[recipe]
@@ -117,7 +115,6 @@ def settle(
         ranks=world.ranks,
         reasons=tuple(reasons),
         checkpoint_size=sum(estimate.state_size(model, flags.optimizer)),
-        documents_per_byte=sum(source.weight * source.documents_per_byte() for source in sources),
     )
     return with_memory(plan, splits, world)
 
@@ -258,6 +255,17 @@ def with_split(flags: "Flags", split: Split, ranks: int) -> "Flags":
     """Set the batch: a split of the step, and the bytes that follow from it."""
     step_bytes = split["micro_batch"] * split["grad_accum"] * ranks * flags.seq_len
     return replace(flags, **split, global_batch=step_bytes)
+
+
+def with_half_micro_batch(plan: Plan) -> Plan:
+    """Halve the micro-batch; if a step cannot be split into such, take the next smaller one that
+    splits it. The bytes of a step stay the same."""
+    sequences = plan.flags.micro_batch * plan.flags.grad_accum
+    micro_batch = plan.flags.micro_batch // 2
+    while sequences % micro_batch:
+        micro_batch -= 1
+    split = dict(micro_batch=micro_batch, grad_accum=sequences // micro_batch)
+    return replace(plan, flags=with_split(plan.flags, split, plan.ranks))
 
 
 def with_horizon(flags: "Flags", given: Set[str], recipe: "Recipe", model: Spider) -> "Flags":

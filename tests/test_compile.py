@@ -377,7 +377,8 @@ def test_compiled_training_on_a_gpu_follows_eager_training(precision):
         train.build_model(model, plan, world)
         optimizers = Optimizers(model)
         optimizers.set_lr(0.003, 1.0)
-        train.warm_up(model, plan, world.device)
+        ids = text(8, 256)
+        train.warm_up(model, plan, Batch.of(ids, ids, 0).to(world.device))
         graphs = unique_graphs()
         for step in range(10):
             ids = text(8, 256, seed=step % 3)

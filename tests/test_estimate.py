@@ -6,19 +6,15 @@ import math
 import os
 import re
 import shutil
-import weakref
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 from itertools import count
 from types import SimpleNamespace
 from typing import NamedTuple
 
-import numpy as np
 import pytest
 import torch
-from torch.overrides import _get_current_function_mode
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import train
@@ -33,225 +29,29 @@ from conftest import (
     text,
     world_of,
 )
-from data import Batch, Feed, Loader, mock_source, open_data
+from data import Batch
 from jobs import command
+from rehearsal.peaks import BATCH, MODELS, PEAKS
 from spider import estimate, machine
 from spider.common import TooLarge
-from spider.config import SpiderConfig
-from spider.estimate import MicroStep, choose_memory, estimate_memory
+from spider.config import RECOMPUTE
+from spider.estimate import choose_memory, estimate_memory
 from spider.plan import Plan, print_dry_run
-from spider_model import Block, RecurrentBlock, Spider
-from stand_in_gpu import StandInGPU
-from tokenizer import BOS_ID, EOS_ID
 from train import time_steps
 
 # --------------------------------------------------------------------------------------------------
 # Memory
 
 
-def storages(tree) -> set:
-    return {t.untyped_storage() for t in tree_leaves(tree) if isinstance(t, torch.Tensor)}
-
-
-class LiveBytes(TorchDispatchMode):
-    """Bytes of the tensors made inside it that are alive, and the most there were."""
-
-    live = 0
-    peak = 0
-
-    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
-        if operation in (torch.ops.aten.mm.default, torch.ops.aten.bmm.default):
-            # not computed, for speed
-            out = args[0].new_zeros(*args[0].shape[:-1], args[1].shape[-1])
-        else:
-            out = operation(*args, **(kwargs or {}))
-        for storage in storages(out) - storages((args, kwargs)):
-            self.live += storage.nbytes()
-            weakref.finalize(storage, self.end, storage.nbytes())
-        self.peak = max(self.peak, self.live)
-        return out
-
-    def end(self, size: int):
-        self.live -= size
-
-
-class Kernel(torch.autograd.Function):
-    """What a GPU's kernel saves: its operands and, of each row, an fp32 number per head; its
-    gradients are zero."""
-
-    @staticmethod
-    def forward(ctx, out, heads, *operands):
-        ctx.save_for_backward(*operands, torch.empty(len(out), heads))
-        return out.detach()
-
-    @staticmethod
-    def backward(ctx, grad):
-        *operands, _ = ctx.saved_tensors
-        return None, None, *map(torch.zeros_like, operands)
-
-
-class SavingGPU(StandInGPU):
-    """A stand-in whose norms and attention save what kernels do."""
-
-    def run(self, func, *args, **kwargs):
-        if str(func) == "torch_attn._varlen_attn":
-            q, k, v = args[:3]
-            out = torch.zeros_like(v)
-            return Kernel.apply(out, q.shape[1], q, k, v, out), None, None
-        if func == torch.nn.functional.rms_norm:
-            x = args[0]
-            with torch.no_grad():
-                y = func(*args, **kwargs)
-            return Kernel.apply(y, 1, x)
-        return super().run(func, *args, **kwargs)
-
-
-class OnGPU:
-    """A layer that is on the stand-in in recomputation, too, where no mode is active."""
-
-    def forward(self, *args, **kwargs):
-        with nullcontext() if _get_current_function_mode() else SavingGPU():
-            return super().forward(*args, **kwargs)
-
-
-class SavingSpider(Spider):
-    block_class = type("GPUBlock", (OnGPU, Block), {})
-    core_block_class = type("GPURecurrentBlock", (OnGPU, RecurrentBlock), {})
-
-
-FEW_ROWS = "engram_rows=99,engram_byte_rows=99"
-OUTSIDE = {
-    "parameters",
-    "optimizer",
-    "process at start",
-    "checkpoint copy",
-    "oneDNN kernels (at most)",
-    "attention's backward pass",  # inside the kernel
-}
-
-
-def peak_and_estimate(plan: Plan, model: Spider, device: str, ids) -> tuple[float, float]:
-    """Measure the gradients of a step, with all that they take; return that and its estimate."""
-    model = train.build_model(model, plan, world_of())
-    memory = estimate_memory(model, plan, plan.flags.recompute, world_of(device))
-    with LiveBytes() as measured:
-        batches = [Batch.of(ids, ids, 0)] * plan.flags.grad_accum
-        train.accumulate(model, batches, train.StepSettings(plan.flags.n_loops))
-    return measured.peak, sum(size for name, size in memory.items() if name not in OUTSIDE)
-
-
-@pytest.mark.parametrize(
-    "flags, lengths",
-    (
-        ("--recompute all --precision bf16", (129, 127)),
-        ("--recompute nothing --grad_accum 2 --precision fp32", (256,)),
-    ),
-)
-def test_the_estimate_bounds_the_memory_of_a_step_on_a_cpu_whatever_its_documents(flags, lengths):
-    """Halves are the worst case if one row is whole: all of them are padded to its length."""
-    base = f"--model tiny --set {FEW_ROWS} --seq_len 256 --micro_batch 4 --n_loops 2"
-    plan = settled(*base.split(), *flags.split())
-    ids = text(4, 256)
-    ends = torch.tensor(lengths * (256 // sum(lengths))).cumsum(0)
-    ids[1:, ends - 1] = EOS_ID
-    peak, estimated = peak_and_estimate(plan, plan.model, "cpu", ids)
-    assert peak < estimated < 2 * peak
-
-
-NARROW = """
-    hidden_size=256 intermediate_size=512 n_heads=4 q_lora_rank=96 kv_lora_rank=64 v_head_dim=64
-    qk_nope_head_dim=32 qk_rope_head_dim=32 n_routed_experts=4 moe_intermediate_size=64
-    engram_byte_dim=32 engram_dim=16 n_recurrent_layers=1 engram_layers=0
-"""
-
-
-@pytest.mark.parametrize(
-    "model, sizes, recompute",
-    (("tiny", "", "nothing"), ("small", "", "all"), ("1b", NARROW, "core")),
-)
-def test_a_step_takes_the_memory_that_is_estimated(model, sizes, recompute):
-    sizes = ",".join([FEW_ROWS, *sizes.split()])
-    flags = f"--model {model} --set {sizes} --seq_len 512 --micro_batch 4 --precision bf16"
-    plan = settled(*flags.split(), "--recompute", recompute)
-    with torch.device("meta"):
-        model = SavingSpider(plan.config)
-    ids = torch.tensor(list(b"four five. " * 400))[:2048].view(4, 512)
-    with SavingGPU():
-        peak, estimated = peak_and_estimate(plan, model, "cuda", ids)
-    assert estimated == pytest.approx(peak, rel=0.05)
-
-
-# One after the other, and the error of the difference that each makes: larger where gradients of
-# weights, the padding of experts, or scalars of each row have a share.
-CHANGES = {
-    "n_prelude_layers=2": 0.01,
-    "intermediate_size=1024": 0.05,
-    "recompute=all": 0.01,
-    "vocab_size=1600": 0.08,
-    "n_prelude_layers=3": 0.01,
-    "recompute=nothing": 0.01,
-    "rows=2048,vocab_size=272,intermediate_size=128": 0.01,
-    "hidden_size=128": 0.01,
-    "qk_rope_head_dim=24,qk_nope_head_dim=8": 0.01,
-    "vocab_size=400": 0.01,
-    "engram_byte_contexts=1+2": 0.01,
-    "engram_votes=4,engram_match_contexts=3+4+5": 0.01,
-    "engram_vote_ages=true": 0.01,
-    "n_recurrent_layers=1": 0.05,
-    "boundaries=learned": 0.05,
-    "core_loss_weight=0.1": 0.01,
-    "hidden_size=256": 0.02,
-    "engram_layers=0": 0.03,
-    "engram_heads=4": 0.01,
-    "n_shared_experts=3": 0.01,
-    "n_routed_experts=2": 0.06,
-    "moe_intermediate_size=128": 0.03,
-    "n_experts_per_tok=1": 0.03,
-    "dropout=1": 0.01,
-    "n_loops=3": 0.03,
-    "recompute=core": 0.03,
-    "n_recurrent_layers=2": 0.04,
-    "n_routed_experts=16": 0.05,
-}
-SMALLEST = """
-    hidden_size=64 n_prelude_layers=1 n_coda_layers=0 n_recurrent_layers=0 n_heads=4 q_lora_rank=128
-    kv_lora_rank=64 qk_nope_head_dim=16 qk_rope_head_dim=16 v_head_dim=32 intermediate_size=128
-    n_routed_experts=0 moe_intermediate_size=32 lora_rank=2 engram_byte_contexts=
-    engram_byte_rows=99 engram_byte_dim=64 engram_match_contexts= engram_contexts=3+4
-    engram_heads=2 engram_dim=32 engram_rows=99 engram_layers= boundaries=words boundary_prior=0.19
-"""
-
-
-@cache
-def measure(number: int) -> tuple[float, float]:
-    """Return the peak bytes of a step after so many CHANGES, and those that are estimated."""
-    step = MicroStep(2, 8192, 512, 2, "nothing", False)
-    changed = SMALLEST.split()
-    for setting in ",".join([*CHANGES][:number]).split(","):
-        name, _, value = setting.partition("=")
-        if name in MicroStep._fields:
-            step = step._replace(**{name: value if name == "recompute" else int(value)})
-        elif name:
-            changed.append(setting)
-    c = SpiderConfig().changed(",".join(changed))
-    model = SavingSpider(c).train()
-    model.compute_dtype = torch.bfloat16
-    model.recompute = step.recompute
-    ids = torch.tensor(list(b"four five. " * 800))[: step.rows].view(-1, 512)
-    with SavingGPU(), model.cast_weights_once(), LiveBytes() as measured:
-        out = model(ids, ids, step.n_loops, noise_seed=0, dropout=0.5 * step.dropout)
-        out.loss.backward()
-    rate = float(out.segments) / step.rows
-    if c.boundaries != "words":
-        c = c.changed(f"boundary_rate={rate},boundary_alpha={rate},boundary_lambda=0")
-    return measured.peak - out.boundary_counts.nbytes, estimate.activations(c, step)
-
-
-@pytest.mark.parametrize("number, error", [*enumerate(CHANGES.values())], ids=CHANGES)
-def test_a_size_changes_the_peak_of_a_step_by_what_is_estimated(number, error):
-    before, estimated_before = measure(number)
-    after, estimated = measure(number + 1)
-    assert estimated - estimated_before == pytest.approx(after - before, rel=error)
+@pytest.mark.parametrize("recompute", RECOMPUTE)
+@pytest.mark.parametrize("model, precision", PEAKS)
+def test_the_memory_of_a_step_on_a_gpu_is_within_a_seventh_of_the_rehearsed_peak(
+    model, precision, recompute, plan_on
+):
+    flags = f"--model={model} {MODELS[model]} --precision={precision} --recompute={recompute}"
+    plan = plan_on(CARDS["H200"], *flags.split(), *BATCH.split())
+    peak = PEAKS[model, precision][RECOMPUTE.index(recompute)]
+    assert sum(plan.memory.values()) / 1e9 == pytest.approx(peak, rel=1 / 7)
 
 
 @pytest.mark.parametrize("optimizer", ("muon", "adamw"))
@@ -261,7 +61,8 @@ def test_weights_and_the_state_of_an_optimizer_take_the_bytes_that_are_estimated
     optimizers = train.optimizers_of(plan.flags, model)
     ids = text(2, 64)
     train.train_step(model, optimizers, [Batch.of(ids, ids, 0)], train.StepSettings(1))
-    size = sum(storage.nbytes() for storage in storages(optimizers.state_dict()))
+    tensors = (t for t in tree_leaves(optimizers.state_dict()) if isinstance(t, torch.Tensor))
+    size = sum(t.nbytes for t in tensors)
     weights = sum(parameter.nbytes for parameter in model.parameters())
     estimated = estimate.state_size(model, optimizer)
     assert estimated.dense + estimated.tables == weights
@@ -316,7 +117,7 @@ def plan_on(monkeypatch):
         monkeypatch.setattr("torch.cuda.is_bf16_supported", lambda **_: True)
         monkeypatch.setattr("torch.cuda.mem_get_info", lambda _: (card.memory, card.memory))
         no_kernels = "--compile off --moe_backend loop --deterministic".split()
-        return settled(*no_kernels, *argv, device="cuda", sources=[mock_source(0)])
+        return settled(*no_kernels, *argv, device="cuda")
 
     return settle_on
 
@@ -345,41 +146,6 @@ def test_a_card_trains_131072_bytes_a_step_in_the_largest_micro_batches_without_
     assert ("NOT ENOUGH memory: give --global" in capsys.readouterr().out) != card.fits_original
 
 
-def test_fp8_takes_memory_for_gate_and_up_in_fp32():
-    plan = settled("--model", "1b", "--precision", "bf16", "--micro_batch", "16")
-    in_fp8 = replace(plan, flags=replace(plan.flags, precision="fp8"))
-    sizes = [
-        estimate_memory(plan.model, each, "nothing", world_of("cuda")) for each in (plan, in_fp8)
-    ]
-    assert sizes[1]["activations"] - sizes[0]["activations"] == 16 * 2048 * 3 * 4 * 4096
-    assert sizes[1]["cast weights"] < sizes[0]["cast weights"]
-
-
-@pytest.mark.parametrize(
-    "sequences, length, documents, expected", ((448, 256, 448, 1.41e9), (64, 2048, 2685, 3.89e9))
-)
-def test_the_gradient_of_q_in_fp32_takes_a_mebibyte_per_document_beyond_the_bytes(
-    sequences, length, documents, expected, tmp_path
-):
-    """Of 16 heads of 128, in flash_api.cpp: [bytes + 128 * documents, heads, width]. The second
-    text is lines of 49 bytes, of which some end with EOS and the others begin with BOS; each
-    sequence begins a document, too."""
-    ids = np.full(100_000, ord("a"), "<u2")
-    if documents > sequences:
-        ids[49:50_000:50] = EOS_ID
-        ids[50_050::50] = BOS_ID
-    ids.tofile(tmp_path / "train-0.bin")
-    flags = f"--model 1b --seq_len {length} --micro_batch {sequences} --precision bf16"
-    plan = settled(*flags.split(), sources=open_data(str(tmp_path)))
-    memory = estimate_memory(on_meta(plan.config), plan, "nothing", world_of("cuda"))
-    size = memory["attention's backward pass"]
-    assert size == pytest.approx((sequences * length + 128 * documents) * 16 * 128 * 4, rel=1e-3)
-    assert size == pytest.approx(expected, rel=0.01)
-    narrow = replace(plan, config=plan.config.changed("qk_nope_head_dim=16,v_head_dim=80"))
-    rows = sequences * length
-    assert estimate.flash_backward(narrow, rows) / estimate.flash_backward(plan, rows) == 96 / 128
-
-
 def test_a_rank_has_its_part_of_weights_and_gradients_and_of_the_checkpoints_copy():
     """Of two shards on one machine."""
     world = world_of()
@@ -395,22 +161,6 @@ def test_a_rank_has_its_part_of_weights_and_gradients_and_of_the_checkpoints_cop
         assert memory["optimizer"] == state.table_state + state.dense_state / 2
         assert memory["gradients"] == weights / part
         assert memory["checkpoint copy"] == plan.checkpoint_size / 2
-
-
-def test_lookups_of_an_engram_table_take_less_than_is_estimated_however_many():
-    """Four micro-steps of 2,000 lookups each, in a table of about 500 rows."""
-    model = Spider(small_config(engram_rows=250))
-    plan = SimpleNamespace(config=model.config, flags=SimpleNamespace(grad_accum=4))
-    name, table = next(item for item in estimate.tables_of(model).items() if "core" in item[0])
-    lookups = 4 * len(table.weight)
-    with LiveBytes() as measured:
-        for _ in range(4):
-            row = torch.arange(lookups) % len(table.weight)
-            table.gather(row, torch.ones(lookups, table.weight.shape[1]))
-            del row
-    rows = lookups / len(table.primes) * model.config.bytes_per_segment
-    estimated = estimate.table_gradients({name: table}, plan, rows)
-    assert measured.peak < estimated < 2 * measured.peak
 
 
 def test_fp8_halves_the_flops_of_the_products_that_it_converts_and_no_others():
@@ -463,25 +213,24 @@ def test_the_rate_to_expect_of_a_gpu_is_below_that_of_its_products(
 
 
 @pytest.mark.slow
-def test_a_run_takes_the_memory_that_it_logs(tmp_path):
-    """With the process itself and the copy for checkpoints. On a CPU with bf16 oneDNN keeps kernels
-    for each number of segments, so that the peak comes after some 300 steps."""
-    flags = (
-        "--mock_data --model tiny --device cpu --seq_len 512 --max_steps 320 --ckpt_every 310 "
-        "--eval_every 0"
-    )
-    done = command(*flags.split(), "--ckpt_dir", tmp_path, cwd=tmp_path)
+@pytest.mark.parametrize(
+    "flags, steps",
+    (
+        ("tiny --micro_batch 4", 6),
+        ("tiny --micro_batch 4 --recompute all", 6),
+        ("small", 6),
+        # oneDNN keeps kernels in bf16 for each number of segments: the peak comes late
+        ("tiny --seq_len 512", 320 if machine.multiplies_bf16(torch.device("cpu")) else 12),
+    ),
+)
+def test_a_run_on_a_cpu_takes_the_memory_that_it_logs_within_a_seventh(flags, steps, tmp_path):
+    """With the copy for checkpoints, and the process itself: it has one of its own."""
+    run = f"--mock_data --device cpu --eval_every 0 --max_steps {steps} --ckpt_every {steps // 2}"
+    done = command("--model", *flags.split(), *run.split(), "--ckpt_dir", tmp_path, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    (line,) = [line for line in done.stderr.splitlines() if "memory: about" in line]
-    logged = {
-        name: float(size)
-        for name, size in re.findall(r"[,:] ([a-z][A-Za-z ()]*?) (\d+\.\d\d)(?=,|$)", line)
-    }
+    logged = float(re.search(r"memory: about (\S+) GB", done.stderr)[1])
     peak = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])["memory"]
-    total = float(re.search(r"about (\S+) GB", line)[1])
-    assert total == pytest.approx(sum(logged.values()), abs=0.05)
-    assert {"process at start", "checkpoint copy", "parameters"} <= logged.keys()
-    assert peak == pytest.approx(total, rel=0.1)
+    assert logged == pytest.approx(peak, rel=1 / 7)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -579,21 +328,19 @@ def test_the_dry_run_times_no_step_where_that_would_take_long(tmp_path, reason, 
 
 @pytest.mark.parametrize("device", ("cpu", "cuda"))
 @pytest.mark.parametrize(
-    "needs, copy, refusal",
+    "needed, copy, refusal",
     (
-        (dict(parameters=100.0, padding=900.0), 1.0, None),  # only some documents need padding
-        (dict(parameters=130.0), 1.0, "--micro_batch: the run needs"),
-        (dict(parameters=125.0), 1.0, None),
-        (dict(parameters=20.0), 1e18, "--ckpt_every: a checkpoint is copied"),
+        (130.0, 1.0, "--micro_batch: the run needs"),
+        (125.0, 1.0, None),
+        (20.0, 1e18, "--ckpt_every: a checkpoint is copied"),
     ),
 )
 def test_a_run_that_needs_far_more_memory_than_there_is_is_refused(
-    monkeypatch, device, needs, copy, refusal
+    monkeypatch, device, needed, copy, refusal
 ):
     """A device of 100 bytes; `copy`: bytes of a checkpoint."""
     monkeypatch.setattr(estimate, "memory_of", lambda *_: 100.0)
-    names = dict(parameters="parameters", padding=estimate.PADDING)
-    memory = {name: needs.get(key, 0.0) for key, name in names.items()}
+    memory = dict(parameters=needed)
     plan = replace(settled("--model", "tiny"), memory=memory, checkpoint_size=copy)
     is_refused = refusal and (device == "cuda" or copy == 1.0)
     with pytest.raises(TooLarge, match=refusal) if is_refused else nullcontext():
@@ -652,14 +399,6 @@ def test_the_disk_needs_room_for_the_checkpoints_to_come_and_one_more(
         lacking = estimate.print_memory_and_disk(plan, world_of())
         assert [line[:4] for line in lacking] == ["disk"] * lacks
     assert "for 4 checkpoints" in capsys.readouterr().out
-
-
-def test_the_estimate_counts_the_batches_of_a_step_and_of_the_next_one(shards):
-    plan = settled("--model", "tiny", "--seq_len", "32", "--micro_batch", "4", "--grad_accum", "3")
-    feed = Feed(Loader(open_data(str(shards)), 32, 0), plan.layout, 0, torch.device("cpu"), 0, 0)
-    batches = [*feed.take(), *feed.take()]
-    size = sum(batch.ids.nbytes + batch.labels.nbytes for batch in batches)
-    assert plan.memory["batches"] == size
 
 
 @pytest.mark.parametrize("flag", ("--micro_batch", "--global_batch"))

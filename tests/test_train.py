@@ -355,7 +355,8 @@ def test_the_warm_up_passes_change_nothing():
     before = weights_of(model)
     random_state = torch.get_rng_state()
     plan = settled(*"--micro_batch 2 --seq_len 32 --n_loops 2".split())
-    train.warm_up(model, plan, torch.device("cpu"))
+    ids = text(2, 32)
+    train.warm_up(model, plan, Batch.of(ids, ids, 0))
     assert torch.equal(random_state, torch.get_rng_state())
     assert {*gradients(model).values()} == {None}
     assert_same(before, weights_of(model))

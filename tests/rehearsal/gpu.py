@@ -23,6 +23,7 @@ from triton.backends.compiler import GPUTarget
 import tile_moe
 import train
 from data import Batch
+from rehearsal.peaks import MODELS
 from spider import plan as plans
 from spider.distributed import World
 from spider.optim import Optimizers
@@ -34,13 +35,6 @@ WORLD = World({})
 WORLD.device = DEVICE
 WORLD.all = bool
 PROCESSORS = {80: 108, 89: 128, 90: 132, 100: 148, 120: 188}  # A100, RTX 4090, H100, B200, RTX 6000
-# Presets with their own widths, one layer of each kind, and loops.
-LAYERS = "n_prelude_layers=1,n_coda_layers=1,n_recurrent_layers=2,engram_layers=1"
-MODELS = {
-    "1b": (LAYERS, 2),
-    "base": ("n_prelude_layers=1,n_coda_layers=1", 1),
-    "original": (LAYERS, 2),
-}
 
 
 def always(answer):
@@ -92,10 +86,9 @@ def stand_in(architecture: int = 90):
 
 def settle(model: str, *flags: str) -> Plan:
     """Settle the plan of a step of a model of MODELS, which train.py's flags may change."""
-    layers, n_loops = MODELS[model]
     small = (
-        f"--model={model} --set={layers} --n_loops={n_loops} --seq_len=256 --micro_batch=16 "
-        f"--compile=off --recompute=core --moe_backend=grouped"
+        f"--model={model} {MODELS[model]} --seq_len=256 --micro_batch=16 --compile=off "
+        f"--recompute=core --moe_backend=grouped"
     )
     command = train.parse_args([*small.split(), *flags], environ={})
     return plans.settle(command, train.RECIPES, WORLD)

@@ -1,0 +1,133 @@
+"""The warm-up proves that a step fits into a GPU's memory. Here a CPU stands in for the GPU."""
+
+import weakref
+
+import pytest
+import torch
+
+import train
+from conftest import (
+    SMALL,
+    final_state,
+    metrics,
+    refused,
+    run_flags,
+    settled,
+    text,
+    world_of,
+)
+from data import Batch, Loader, mock_source
+from spider_model import Spider
+
+
+@pytest.fixture(autouse=True)
+def on_a_gpu(monkeypatch):
+    monkeypatch.setattr(train, "proves_memory", lambda world: True)
+    monkeypatch.setattr(train.machine, "memory_of", lambda *_: 1e9)
+    monkeypatch.setattr(train.machine, "peak_memory", lambda device: 0.5)  # GB
+
+
+def model_that_fits(most: int) -> type[Spider]:
+    """Return a class of models that run out of memory with more than `most` sequences. When a pass
+    begins, what the passes before it kept must be gone."""
+    kept = []
+
+    class Filling(Spider):
+        def run_core(self, z, b, *rest):
+            assert not any(reference() is not None for reference in kept)
+            kept.append(weakref.ref(z))
+            if self.training and len(b) > 32 * most:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.50 GiB.")
+            return super().run_core(z, b, *rest)
+
+    return Filling
+
+
+def log_of(capsys, argv, most: int) -> list[str]:
+    """Run train.py; return the lines of its log about a micro-batch that does not fit, without the
+    time."""
+    assert train.command_line(argv, model_that_fits(most)) == 0
+    lines = capsys.readouterr().err.splitlines()
+    return [line.partition(" ")[2] for line in lines if "takes at least" in line]
+
+
+@pytest.mark.parametrize(
+    "batch, most, expected",
+    (
+        ("--global_batch 256", 3, [(4, 2), (2, 4)]),
+        ("--micro_batch 6 --grad_accum 2", 5, [(3, 4)]),
+        ("--micro_batch 9", 8, [(3, 3)]),  # not 4, which does not divide 9
+    ),
+)
+def test_a_micro_batch_that_does_not_fit_is_halved_in_steps_of_as_many_bytes(
+    batch, most, expected, tmp_path, shards, capsys
+):
+    argv = run_flags(shards, tmp_path / "run", "--eval_every 0 --ckpt_every 2", batch, steps=4)
+    if "micro_batch" not in batch:
+        place = argv.index("--micro_batch")
+        del argv[place : place + 2]
+    lines = log_of(capsys, argv, most)
+    assert len(lines) == len(expected)
+    for line, (micro_batch, grad_accum) in zip(lines, expected, strict=True):
+        assert f"takes --micro_batch {micro_batch} --grad_accum {grad_accum}" in line
+    sequences = micro_batch * grad_accum
+    state = final_state(tmp_path / "run")
+    assert state["bytes_seen"] == 4 * 32 * sequences
+    assert state["flags"]["micro_batch"] == micro_batch
+    assert state["flags"]["global_batch"] == 32 * sequences
+
+    # A micro-batch that was chosen is kept, one that was given is tried again.
+    argv += ["--max_steps", "6"]
+    again = log_of(capsys, argv, most)
+    assert again == ([] if "global" in batch else lines)
+    assert final_state(tmp_path / "run")["flags"] == state["flags"]
+    assert len(metrics(tmp_path / "run")) == 6
+
+
+def test_a_single_sequence_that_does_not_fit_ends_the_run_with_advice(tmp_path, shards, capsys):
+    argv = run_flags(shards, tmp_path / "run", "--micro_batch 2")
+    line = refused(argv, capsys, main=lambda argv: train.command_line(argv, model_that_fits(0)))
+    assert "out of memory (2.50 GiB requested): give half of --micro_batch" in line
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+def test_a_tenth_of_the_memory_is_left_besides_what_the_optimizer_will_take(monkeypatch):
+    """AdamW takes 8 bytes of each parameter, except for tables, whose rows take 4 bytes."""
+    flags = f"--model tiny --set {SMALL} --optimizer adamw --seq_len 32 --micro_batch 8"
+    plan = settled(*flags.split())
+    loader = Loader([mock_source(0)], 32, 0)
+    model = train.build_model(plan.model, plan, world_of())
+    optimizers = train.optimizers_of(plan.flags, model)
+    tables = [p for name, p in model.named_parameters() if name.endswith("table.weight")]
+    others = sum(p.numel() for p in model.parameters()) - sum(p.numel() for p in tables)
+    to_come = 8 * others + 4 * sum(map(len, tables))
+    tried = []
+    monkeypatch.setattr(train, "warm_up", lambda _, plan, batch: tried.append(len(batch.ids)))
+
+    def micro_batches_tried(bytes_left: float) -> list[int]:
+        """By the peak of 8 sequences: with 4, half as much."""
+        tried.clear()
+        taken = 1e9 - bytes_left
+        monkeypatch.setattr(train.machine, "peak_memory", lambda _: taken * tried[-1] / 8e9)
+        fitted = train.fit_micro_batch(model, optimizers, plan, loader, world_of())
+        assert fitted.flags.micro_batch == tried[-1]
+        return tried
+
+    assert micro_batches_tried(1.001e8 + to_come) == [8]
+    assert micro_batches_tried(0.999e8 + to_come) == [8, 4]
+    assert micro_batches_tried(1.001e8) == [8, 4]
+    ids = text(2, 32)
+    train.train_step(model, optimizers, [Batch.of(ids, ids, 0)], train.StepSettings(1))
+    assert micro_batches_tried(1.001e8) == [8]  # the state is part of the peak now
+    assert micro_batches_tried(0.999e8) == [8, 4]
+    assert micro_batches_tried(-8e9) == [8, 4, 2, 1]  # one sequence is tried, whatever it leaves
+
+
+def test_memory_is_proved_on_one_gpu_alone(monkeypatch):
+    """Several ranks, which would have to agree, run out of memory in a step, with advice."""
+    monkeypatch.undo()
+    world = world_of("cuda")
+    assert train.proves_memory(world)
+    world.ranks = 2
+    assert not train.proves_memory(world)
+    assert not train.proves_memory(world_of())
