@@ -187,6 +187,8 @@ def estimate_memory(
         "optimizer": state.dense_state / world.shards + state.table_state,
         "cast weights": casts,
         "activations": kept,
+        # ids and labels, int64, of this step and the next one (data.Feed)
+        "batches": 2 * 2 * 8 * rows * flags.grad_accum,
         "gathered weights": gathered,
     }
     if on_cpu:
