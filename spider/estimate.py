@@ -19,16 +19,12 @@ from spider.config import RECOMPUTE
 from spider.distributed import World
 from spider.fp8 import takes_fp8
 from spider.machine import free_memory, memory_of, multiplies_bf16, process_memory
-from spider.memory import EngramTable
+from spider.memory import tables_of
 from spider.optim import ENGRAM_TABLES, Read, kinds_of
 
 if TYPE_CHECKING:
     from spider.plan import Plan
     from spider_model import Spider
-
-
-def tables_of(model: nn.Module) -> dict[str, EngramTable]:
-    return {name: m for name, m in model.named_modules() if isinstance(m, EngramTable)}
 
 
 # --------------------------------------------------------------------------------------------------
@@ -123,7 +119,7 @@ class StateSize(NamedTuple):
 def state_size(model: nn.Module, optimizer: str) -> StateSize:
     """Count the bytes of all parameters and of the optimizer state. optimizer: one of
     OPTIMIZERS."""
-    tables = [table.weight for table in tables_of(model).values()]
+    tables = [table.weight for table in tables_of(model)]
     in_tables = sum(table.numel() for table in tables)
     dense = sum(p.numel() for p in model.parameters()) - in_tables
     if optimizer == "adamw":
@@ -163,7 +159,7 @@ def estimate_memory(
         casts -= sum(model.get_parameter(name).numel() for name in weights_in_fp8(model))
 
     gradients: float = state.dense
-    lookups = sum(len(t.primes) * t.weight.shape[1] for t in tables_of(model).values())
+    lookups = sum(table.width for table in tables_of(model))
     of_tables = min(4.0 * lookups * rows * flags.grad_accum, 2.0 * state.tables)
     gathered = 0
     if world.ranks > 1:  # see shard_model; tables and their summed gradients are not sharded

@@ -36,6 +36,7 @@ from spider import estimate, machine
 from spider.common import TooLarge
 from spider.config import RECOMPUTE
 from spider.estimate import choose_memory, estimate_memory
+from spider.memory import tables_of
 from spider.plan import Plan, print_dry_run
 from train import time_steps
 
@@ -153,7 +154,7 @@ def test_a_rank_has_its_part_of_weights_and_gradients_and_of_the_checkpoints_cop
     for grad_accum, part in ((1, 2), (2, 1)):
         plan = settled("--model", "tiny", "--grad_accum", str(grad_accum))
         memory = estimate_memory(plan.model, plan, "nothing", world)
-        tables = [table.weight for table in estimate.tables_of(plan.model).values()]
+        tables = [table.weight for table in tables_of(plan.model)]
         of_tables = sum(table.nbytes for table in tables)
         weights = sum(p.nbytes for p in plan.model.parameters()) - of_tables
         state = estimate.state_size(plan.model, "muon")
