@@ -41,7 +41,6 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import groupby
 from typing import Any, ClassVar, NamedTuple, cast
 
 from spider.config import BACKENDS, SpiderConfig  # before torch: the package sets its threads
@@ -245,7 +244,7 @@ def visit(
     Recomputation reuses the routing, since a near-tie that falls the other way would corrupt the
     gradient."""
     if layer.compiled is not None and torch.is_grad_enabled():
-        dynamic = [x_nD, active.mask, *state, *vars(packing).values()]
+        dynamic = [x_nD, *vars(active).values(), *state, *vars(packing).values()]
         if recalled is not None:
             dynamic += recalled
         mark_rows_dynamic(*dynamic)
@@ -286,74 +285,46 @@ class Halting:
     continue, nor for later loops. Therefore a warm-up scales p until all loops have learned.
     """
 
-    def __init__(
-        self, share_N: Tensor, threshold: float, drop_halted: bool, stop_when_all_halted: bool
-    ):
+    def __init__(self, share_N: Tensor, threshold: float, drop_halted: bool):
         """Begin a pass.
 
-        share_N: 1 / segments, and 0 for padding rows. drop_halted: compute only the rows that have
-        not halted; else all rows are computed and a mask selects the results, which needs no wait
-        for the device. stop_when_all_halted: end the pass then; in decoding, segments of later
-        steps still read those that halt last."""
+        share_N: 1 / segments, and 0 for padding rows. drop_halted: compute only the rows that are
+        still in the core, whose number the host has to wait for; else compute all rows."""
         self.threshold = threshold
         self.drop_halted = drop_halted
-        self.stop_when_all_halted = stop_when_all_halted
         self.active = ALL_ROWS
-        self.share_n = share_N  # 0 from the loop in which a segment halts
-        self.remaining_n = torch.ones_like(share_N)  # 1 - weights so far; 0 once halted
+        self.share_N = share_N  # 0 from the loop in which a segment halts
+        self.running_N = share_N > 0
+        self.remaining_N = torch.ones_like(share_N)  # 1 - weights so far; 0 once halted
         self.output_ND: Tensor | None = None  # sum of weight * state
         self.loops = share_N.new_zeros(())  # loops until halting, mean over segments
         self.ponder = share_N.new_zeros(())  # ACT's cost, loops + remainder, mean over segments
 
-    def add(self, h_nD: Tensor, p_n: Tensor, last: bool) -> Tensor:
-        """Add the states after a loop with their halting probabilities.
-
-        Returns the states for the next loop: none after the last one, and none where the pass
-        ends because all segments have halted."""
-        running_n = self.share_n > 0  # the others halted in the loop before, or are padding
+    def add(self, h_ND: Tensor, p_N: Tensor, last: bool):
+        """Add the states after a loop with their halting probabilities (0 in rows that the loop did
+        not compute), and choose the rows of the next loop."""
         if last:
-            halts_n = torch.ones_like(running_n)
+            halts_N = torch.ones_like(self.running_N)
         else:
-            halts_n = 1 - self.remaining_n + p_n >= self.threshold
-        weight_n = torch.where(halts_n, self.remaining_n, p_n)
-        self._add_to_output(weight_n[:, None].to(h_nD.dtype) * h_nD)
+            halts_N = 1 - self.remaining_N + p_N >= self.threshold
+        weight_N = torch.where(halts_N, self.remaining_N, p_N)
+        weighted_ND = weight_N[:, None].to(h_ND.dtype) * h_ND
+        self.output_ND = weighted_ND if self.output_ND is None else self.output_ND + weighted_ND
 
-        share = self.share_n.sum()  # share of segments that were running
-        remainder = self.share_n @ torch.where(halts_n, self.remaining_n, 0)
+        share = self.share_N.sum()  # share of segments that were running
+        remainder = self.share_N @ torch.where(halts_N, self.remaining_N, 0)
         self.loops = self.loops + share
         self.ponder = self.ponder + share + remainder
 
-        self.share_n = self.share_n * ~halts_n
-        self.remaining_n = torch.where(halts_n, 0, self.remaining_n - weight_n)
-        if last:
-            return h_nD[:0]
-        if not self.drop_halted:
-            self.active = ActiveRows(mask=running_n)
-            return h_nD
-        if self.stop_when_all_halted and not self.share_n.any():  # host synchronisation
-            return h_nD[:0]
-        return self._drop_rows(h_nD, running_n)
-
-    def _add_to_output(self, weighted_nD: Tensor):
-        if self.output_ND is None:  # in the first loop all rows are active
-            self.output_ND = weighted_nD
-        elif self.active.index is None:
-            self.output_ND = self.output_ND + weighted_nD
-        else:
-            self.output_ND = self.output_ND.index_add(0, self.active.index, weighted_nD)
-
-    def _drop_rows(self, h_nD: Tensor, running_n: Tensor) -> Tensor:
-        """Drop the rows that were computed once more in this loop. Those that halted in it stay for
-        the next one."""
-        index = self.active.index
-        keep = running_n.nonzero().squeeze(1)  # host synchronisation
-        if len(keep) < len(h_nD):
-            index = keep if index is None else index.index_select(0, keep)
-            self.share_n = self.share_n.index_select(0, keep)
-            self.remaining_n = self.remaining_n.index_select(0, keep)
-            h_nD = h_nD.index_select(0, keep)
-        self.active = ActiveRows(index, halted=self.share_n == 0)
-        return h_nD
+        self.share_N = self.share_N * ~halts_N
+        self.remaining_N = torch.where(halts_N, 0, self.remaining_N - weight_N)
+        # Segments that halted in this loop are computed once more.
+        active_N = self.running_N
+        self.running_N = self.share_N > 0
+        index = None
+        if self.drop_halted:
+            index = active_N.nonzero().squeeze(1)  # host synchronisation
+        self.active = ActiveRows(active_N, index, self.running_N)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -390,14 +361,20 @@ class CorePass:
         return self.latents.of(layer, loop), convolved
 
 
-class CoreStats(NamedTuple):  # FSDP looks for tensors with gradients in tuples, not in dataclasses
-    """The statistics of a pass through the core. Losses are means over layer visits or segments."""
+class CoreResult(NamedTuple):  # FSDP looks for tensors with gradients in tuples, not in dataclasses
+    """The result of a pass through the core. Losses are means over layer visits or segments."""
 
+    output: Tensor | None  # [N, O * D], of each segment at all segment offsets; None without core
     aux_loss: Tensor  # f_e * P_e balance loss
     z_loss: Tensor  # router z-loss
     ponder: Tensor  # ACT's loops + remainder, per segment
     mean_loops: Tensor  # loops until halting, per segment
     count_LE: Tensor  # fp32, tokens per expert, summed over loops
+    # Filled in by Spider._through_core:
+    segments: int = 0
+    boundary_loss: Tensor | None = None
+    unpooled_MD: Tensor | None = None  # the output, unpooled to bytes
+    expectation: Expectation | None = None  # with learned boundaries, in training
 
 
 # The scores, topk_idx and `share` of the rows of one visit of a layer with routed experts; share is
@@ -445,17 +422,17 @@ class RecurrentCore(nn.Module):
         if config.segment_offsets > 1:
             # added to out_proj for each segment offset, [offsets, out, in]
             self.offset_proj = nn.Parameter(torch.empty(config.segment_offsets, width, width))
-        # see Halting; None: only on a CPU and in decoding
+        # See Halting. None: on a CPU and in decoding; a GPU would wait in every loop of training.
         self.drop_halted: bool | None = None
 
-    def forward(self, z_ND: Tensor, core_pass: CorePass) -> tuple[Tensor, CoreStats | None]:
-        """Loop over the pooled segments.
-
-        Returns the output of each segment for all segment offsets, [N, O * D], and statistics (None
-        in decoding)."""
+    def forward(self, z_ND: Tensor, core_pass: CorePass) -> CoreResult:
+        """Loop over the pooled segments. In decoding there are no balance losses and counts."""
         n_loops = core_pass.n_loops
         trained_loops = self.config.n_loops
-        halting = self._begin_halting(z_ND, core_pass)
+        drop_halted = self.drop_halted
+        if drop_halted is None:
+            drop_halted = core_pass.decoding or not z_ND.is_cuda
+        halting = Halting(core_pass.share_N, self.config.act_threshold, drop_halted)
         e_ND = dropped(rms_norm(z_ND), core_pass.dropout, core_pass.noise_N, CORE_INPUT)
         decay_D = self.decay()  # A, the same in every loop
         recalled = self._recall(z_ND, core_pass)
@@ -480,20 +457,27 @@ class RecurrentCore(nn.Module):
                     core_pass.recompute,
                 )
                 if routing.score is not None and routing.topk_idx is not None:
-                    visits.append((routing.score, routing.topk_idx, halting.share_n))
+                    score_NE = active.scatter(routing.score)
+                    topk_idx_NK = active.scatter(routing.topk_idx)
+                    visits.append((score_NE, topk_idx_NK, halting.share_N))
             # h' = y + LoRA_t(y)
             h_nD = self.adapt(y_nD, loop)
+            h_ND = active.scatter(h_nD)
             p_n = core_pass.halting_warmup * self.halt(h_nD)
-            h_nD = halting.add(h_nD, p_n, last=t == n_loops - 1)
-            if len(h_nD) == 0:
+            halting.add(h_ND, active.scatter(p_n), last=t == n_loops - 1)
+            h_nD = halting.active.select(h_ND)
+            # In decoding, later steps read the segments that halted in this loop: one more loop
+            # computes them.
+            are_computed = not core_pass.decoding or len(h_nD) == 0
+            if drop_halted and are_computed and not halting.running_N.any():
                 break
         assert halting.output_ND is not None  # there is at least one loop
         normed_ND = rms_norm(halting.output_ND)
         normed_ND = dropped(normed_ND, core_pass.dropout, core_pass.noise_N, CORE_OUTPUT)
         output = self._read_out(normed_ND)
         if core_pass.decoding:
-            return output, None
-        return output, self._stats(visits, halting, n_loops, decay_D)
+            visits = []
+        return self._result(output, visits, halting, n_loops, decay_D)
 
     # ----------------------------------------------------------------------------------------------
     # The equations of a loop
@@ -540,19 +524,6 @@ class RecurrentCore(nn.Module):
     # ----------------------------------------------------------------------------------------------
     # Before and after the loops
 
-    def _begin_halting(self, z_ND: Tensor, core_pass: CorePass) -> Halting:
-        """Make the state of ACT. On a GPU all rows are computed, since to drop some would wait for
-        the device in every loop."""
-        drop_halted = self.drop_halted
-        if drop_halted is None:
-            drop_halted = core_pass.decoding or not z_ND.is_cuda
-        return Halting(
-            core_pass.share_N,
-            self.config.act_threshold,
-            drop_halted,
-            stop_when_all_halted=not core_pass.decoding,
-        )
-
     def _recall(self, z_ND: Tensor, core_pass: CorePass) -> list[Recollection | None]:
         """Look up each layer's Engram, once for all loops."""
         position_N = core_pass.packing.position
@@ -573,34 +544,37 @@ class RecurrentCore(nn.Module):
             output = output.repeat(1, offsets) + F.linear(normed_ND, weight)
         return output
 
-    def _stats(
-        self, visits: list[RoutedVisit], halting: Halting, n_loops: int, decay_D: Tensor
-    ) -> CoreStats:
+    def _result(
+        self,
+        output: Tensor,
+        visits: list[RoutedVisit],
+        halting: Halting,
+        n_loops: int,
+        decay_D: Tensor,
+    ) -> CoreResult:
         """Compute the balance losses and tokens per expert of all visits, which are in order: the
         layers of a loop side by side. Collect what training adds to the loss and logs.
 
-        Visits with equally many rows are computed together. Without routed experts there are no
-        visits, no losses and no counts."""
+        Without routed experts there are no visits, no losses and no counts."""
         layers = len(self.layers)
         aux_loss = halting.loops.new_zeros(())
         z_loss = aux_loss
         count_LE = aux_loss.new_zeros(layers, 0)
-        counts = []
-        for _, group in groupby(visits, key=lambda visited: len(visited[0])):
-            score, topk_idx, share = map(torch.stack, zip(*group, strict=True))
+        if visits:
+            score, topk_idx, share = map(torch.stack, zip(*visits, strict=True))
             sums = balance(score, topk_idx, share, self.layers[0].moe.backend)
-            aux_loss = aux_loss + sums.aux_loss
-            z_loss = z_loss + sums.z_loss
-            counts.append(sums.count_VE)
-        if counts:
-            count_LE = torch.cat(counts).unflatten(0, (-1, layers)).sum(0)  # over loops
+            aux_loss = sums.aux_loss
+            z_loss = sums.z_loss
+            count_LE = sums.count_VE.unflatten(0, (-1, layers)).sum(0)  # over loops
         visited = layers * halting.loops.clamp_min(1e-9)  # 0 loops without segments
         ponder = halting.ponder
         if n_loops > 1:
             # Keeps `decay` in the graph, also where all segments halt in the first loop: FSDP
             # reduces every parameter on every rank.
             ponder = ponder + 0 * decay_D.sum()
-        return CoreStats(aux_loss / visited, z_loss / visited, ponder, halting.loops, count_LE)
+        return CoreResult(
+            output, aux_loss / visited, z_loss / visited, ponder, halting.loops, count_LE
+        )
 
 
 # --------------------------------------------------------------------------------------------------
@@ -771,22 +745,12 @@ class SpiderOutput:
     BYTE_TERMS: ClassVar = ("core_loss", "surprise_loss")
 
 
-class CoreResult(NamedTuple):
-    """What a forward pass gets from segments and core, beside the residual stream."""
-
-    segments: int
-    stats: CoreStats
-    boundary_loss: Tensor
-    unpooled_MD: Tensor | None = None  # the core's output, unpooled to bytes; None without core
-    expectation: Expectation | None = None  # with learned boundaries, in training
-
-
 def add_losses(
     model: "Spider", out: SpiderOutput, labels: Tensor, result: CoreResult, halting_warmup: float
 ):
     """Fill in the loss and its terms."""
     c = model.config
-    stats = result.stats
+    assert result.boundary_loss is not None
     expectation = result.expectation
     labels_M = labels.reshape(-1)
     logits_MV = out.logits.flatten(0, 1)
@@ -800,7 +764,7 @@ def add_losses(
         nats = torch.where(has_label_M, losses_M + expectation.nat_probe_M, 0).sum()
     nats_per_byte = nats / n_labels
     out.nats_per_byte = nats_per_byte
-    core_loss = torch.zeros_like(result.boundary_loss)
+    core_loss = torch.zeros_like(nats)
     if model.training and c.scores_core and result.unpooled_MD is not None:
         # initially unpooled is 0: the gradient's norm exceeds 100, and is clipped
         core_logits_MV = model.lm_head(rms_norm(result.unpooled_MD)).to(logits_MV.dtype)
@@ -809,9 +773,9 @@ def add_losses(
 
     terms = dict(
         boundary_loss=c.boundary_loss_weight * result.boundary_loss,
-        aux_loss=c.aux_loss_weight * stats.aux_loss,
-        z_loss=c.z_loss_weight * stats.z_loss,
-        ponder_loss=c.ponder_weight * halting_warmup * stats.ponder,
+        aux_loss=c.aux_loss_weight * result.aux_loss,
+        z_loss=c.z_loss_weight * result.z_loss,
+        ponder_loss=c.ponder_weight * halting_warmup * result.ponder,
         core_loss=c.core_loss_weight * core_loss,
     )
     if expectation is not None:
@@ -952,18 +916,18 @@ class Spider(nn.Module):
             halting_warmup = 1.0
         byte_dropout = dropout / 5
 
-        packed = self._pack(input_ids, cu_seqlens, longest)
         noise_M = None
         draws_ends = segment_noise and self.boundary_predictor is not None
         if self.training and (dropout or draws_ends):
             noise_M = byte_noise(noise_seed, sequences, length, input_ids.device).flatten()
+        packed = self._pack(input_ids, cu_seqlens, longest, noise_M)
 
         x_MD = self.before_core(packed)
         x_MD = dropped(x_MD, byte_dropout, noise_M, BYTES_BEFORE_CORE)
         if self.core is None:
             result = self._without_core()
         else:
-            result = self._through_core(x_MD, packed, n_loops, noise_M, dropout, halting_warmup)
+            result = self._through_core(x_MD, packed, n_loops, dropout, halting_warmup)
         if result.unpooled_MD is not None:
             x_MD = x_MD + result.unpooled_MD
         x_MD = dropped(x_MD, byte_dropout, noise_M, BYTES_AFTER_CORE)
@@ -974,8 +938,8 @@ class Spider(nn.Module):
         out = SpiderOutput(
             logits_MV.view(sequences, length, -1),
             segments=zero + result.segments,
-            mean_loops=result.stats.mean_loops.detach(),
-            tokens_per_expert=result.stats.count_LE,
+            mean_loops=result.mean_loops.detach(),
+            tokens_per_expert=result.count_LE,
             boundary_counts=zero.new_zeros(0) if expectation is None else expectation.counts,
         )
         if labels is not None:
@@ -983,7 +947,11 @@ class Spider(nn.Module):
         return out
 
     def _pack(
-        self, input_ids: Tensor, cu_seqlens: Tensor | None, longest: int | None
+        self,
+        input_ids: Tensor,
+        cu_seqlens: Tensor | None,
+        longest: int | None,
+        noise_M: Tensor | None,
     ) -> PackedBytes:
         """Find the documents of a batch, the last bytes before each byte, and matches."""
         c = self.config
@@ -1001,7 +969,7 @@ class Spider(nn.Module):
         matches = None
         if self.engram_match is not None:
             matches = self.engram_match(past, packing.document)
-        return PackedBytes(input_ids, packing, past, matches)
+        return PackedBytes(input_ids, packing, past, matches, noise_M)
 
     def before_core(self, packed: PackedBytes, cache: LatentCache | None = None) -> Tensor:
         """Apply embedding, byte memory and prelude: -> [M, D]."""
@@ -1041,19 +1009,39 @@ class Spider(nn.Module):
         x_MD: Tensor,
         packed: PackedBytes,
         n_loops: int,
-        noise_M: Tensor | None,
         dropout: float,
         halting_warmup: float,
     ) -> CoreResult:
-        """Pool bytes to segments, run the core on them, and unpool its output to bytes."""
+        """Pool bytes to segments, run the core on them, and unpool its output to bytes.
+
+        The core runs even without segments, because all ranks must run the same collectives."""
+        assert self.core is not None
         packing = packed.packing
         predicted = self.predict_boundaries(x_MD)
-        b_M = self.boundaries(predicted, packed, noise_M)
+        b_M = self.boundaries(predicted, packed)
         band_loss = boundary_loss(b_M, packed.input_ids, self.config)
         z_ND, segment_cu_seqlens = pool_segments(x_MD, b_M, packing.cu_seqlens)
-        output, stats = self.run_core(
-            z_ND, b_M, segment_cu_seqlens, packed, n_loops, noise_M, dropout, halting_warmup
+
+        segments = len(z_ND)
+        segment_packing = self._pack_segments(segments, segment_cu_seqlens, packed)
+        rows = len(segment_packing.document)
+        padding = rows - segments
+        last_byte_N = last_byte_of(b_M, rows)
+        share = z_ND.new_full((segments,), 1 / max(1, segments), dtype=self.wide_dtype)
+        noise_M = packed.noise_M
+        core_pass = CorePass(
+            segment_packing,
+            past=packed.past.select(last_byte_N),
+            share_N=F.pad(share, (0, padding)),
+            n_loops=n_loops,
+            recompute=self.recompute != "nothing" and torch.is_grad_enabled(),
+            halting_warmup=halting_warmup,
+            dropout=dropout,
+            noise_N=None if noise_M is None else noise_M.index_select(0, last_byte_N),
         )
+        result = self.core(F.pad(z_ND, (0, 0, 0, padding)), core_pass)
+        output = result.output[:segments]
+
         null = self.null_rows()
         unpooled_MD = self.unpool(output, null, b_M, packing, segment_cu_seqlens)
         expectation = None
@@ -1066,13 +1054,31 @@ class Spider(nn.Module):
             unpooled_MD, expectation = predictor.observe(
                 predicted, packed.ids_M, b_M, packing.position, unpooled_MD, earlier_MD
             )
-        return CoreResult(len(z_ND), stats, band_loss, unpooled_MD, expectation)
+        return result._replace(
+            segments=segments,
+            boundary_loss=band_loss,
+            unpooled_MD=unpooled_MD,
+            expectation=expectation,
+        )
+
+    def _pack_segments(
+        self, segments: int, segment_cu_seqlens: Tensor, packed: PackedBytes
+    ) -> Packing:
+        """Pack segments and padding: rows are padded to a few numbers (see row_step). The padding
+        is a separate document."""
+        longest = packed.packing.longest  # in bytes: no document has more segments
+        step = row_step(len(packed.ids_M), longest)
+        rows = round_up(max(1, segments), step)
+        if rows > segments:
+            segment_cu_seqlens = F.pad(segment_cu_seqlens, (0, 1), value=rows)
+        bound = max(longest, step)  # most segments in a document, most rows in the padding
+        return Packing.build(segment_cu_seqlens, rows, bound, self.config, self.compute_dtype)
 
     def _without_core(self) -> CoreResult:
         """Return the result of a model with byte layers alone: no segment, all losses zero."""
         zero = self.embed_tokens.new_zeros((), dtype=self.wide_dtype)
         no_tokens = zero.new_zeros(0, self.config.n_routed_experts)
-        return CoreResult(0, CoreStats(zero, zero, zero, zero, no_tokens), zero)
+        return CoreResult(None, zero, zero, zero, zero, no_tokens, boundary_loss=zero)
 
     def extra_losses(self, out: SpiderOutput, labels: Tensor) -> dict[str, Tensor]:
         """Return further loss terms for training, scalars by name: a hook for subclasses. train.py
@@ -1100,14 +1106,14 @@ class Spider(nn.Module):
         self,
         predicted: Tensor | None,
         packed: PackedBytes,
-        noise_M: Tensor | None,
         summed: Tensor | None = None,
     ) -> Tensor:
         """Decide where segments end: b [M], 0 or 1. EOS always ends a segment, PAD never.
 
-        predicted: see predict_boundaries. noise_M: of training. summed [documents]: in decoding,
-        see boundaries.flexitokens_boundaries."""
+        predicted: see predict_boundaries. summed [documents]: in decoding, see
+        boundaries.flexitokens_boundaries."""
         ids_M = packed.ids_M
+        noise_M = packed.noise_M
         packing = packed.packing
         if predicted is None:
             b_M = packed.past.word_ends[packed.past.index].to(self.wide_dtype)
@@ -1118,47 +1124,6 @@ class Spider(nn.Module):
             p_M = predicted.squeeze(1).sigmoid()
             b_M = flexitokens_boundaries(p_M, packing, self.wide_dtype, noise_M, summed)
         return torch.where(ids_M == EOS_ID, 1, torch.where(ids_M == PAD_ID, 0, b_M))
-
-    def run_core(
-        self,
-        z_ND: Tensor,
-        b_M: Tensor,
-        segment_cu_seqlens: Tensor,
-        packed: PackedBytes,
-        n_loops: int,
-        noise_M: Tensor | None,
-        dropout: float,
-        halting_warmup: float,
-    ) -> tuple[Tensor, CoreStats]:
-        """Run the core on pooled segments that end where b is 1: [N, D] -> [N, O * D]. noise_M: for
-        dropout in training.
-
-        Rows are padded to a few sizes (see row_step); the padding is a separate document. The core
-        runs even without segments, because all ranks must run the same collectives."""
-        assert self.core is not None
-        segments = len(z_ND)
-        longest_document = packed.packing.longest  # in bytes, an upper bound
-        step = row_step(len(b_M), longest_document)
-        padded = round_up(max(1, segments), step)
-        padding = padded - segments
-        if padding:
-            segment_cu_seqlens = F.pad(segment_cu_seqlens, (0, 1), value=padded)
-        bound = max(longest_document, step)  # most segments in a document, most rows in the padding
-        packing = Packing.build(segment_cu_seqlens, padded, bound, self.config, self.compute_dtype)
-        last_byte_N = last_byte_of(b_M, padded)
-        share = z_ND.new_full((segments,), 1 / max(1, segments), dtype=self.wide_dtype)
-        core_pass = CorePass(
-            packing,
-            past=packed.past.select(last_byte_N),
-            share_N=F.pad(share, (0, padding)),
-            n_loops=n_loops,
-            recompute=self.recompute != "nothing" and torch.is_grad_enabled(),
-            halting_warmup=halting_warmup,
-            dropout=dropout,
-            noise_N=None if noise_M is None else noise_M.index_select(0, last_byte_N),
-        )
-        output, stats = self.core(F.pad(z_ND, (0, 0, 0, padding)), core_pass)
-        return output[:segments], stats
 
     def decode_core(
         self,
@@ -1174,8 +1139,7 @@ class Spider(nn.Module):
         caches; see CorePass."""
         assert self.core is not None
         core_pass = CorePass(packing, past, share_N, n_loops, latents=latents, convolved=convolved)
-        output, _ = self.core(z_ND, core_pass)
-        return output
+        return self.core(z_ND, core_pass).output
 
     def null_rows(self) -> Tensor:
         """Return the unpooled output for bytes before a document's first boundary, at all offsets:

@@ -34,9 +34,15 @@ from spider.packing import ALL_ROWS, ActiveRows, Packing
 class Cache:
     """Rows of earlier decoding steps in ring buffers, one per layer, loop and document.
 
-    Row p of a document is in slot p % S. The number of slots follows the rows that are needed,
-    with room to spare, so that the buffer is seldom copied. A cache serves one step. The next step
-    makes another from its `buffer`.
+    Row p of a document is in slot p % S. With four slots, after rows 0 to 5:
+
+        slot                0    1    2    3
+        rows written       0, 4 1, 5  2    3
+        position_in(slot)   4    5    2    3
+                                 ^ newest
+
+    The number of slots follows the rows that are needed, with room to spare, so that the buffer is
+    seldom copied. A cache serves one step. The next step makes another from its `buffer`.
     """
 
     buffer: Tensor  # [layers, loops, B, S, width]
@@ -97,12 +103,9 @@ class LatentCache(Cache):
         row_in_step = packing.position - before.index_select(0, packing.document)
         self.padded_row = packing.document * packing.longest + row_in_step
 
-        newest_B1 = (before + packing.cu_seqlens.diff() - 1)[:, None]  # last position
-        slots = self.buffer.shape[3]
         slot = torch.arange(self.used_slots, device=buffer.device)
-        # The position of the row in each slot, once the step's rows are stored; below 0: none.
-        stored_BS = newest_B1 - (newest_B1 - slot) % slots
-        stored_B1S = stored_BS[:, None]
+        rows_B = before + packing.cu_seqlens.diff()  # once the step's rows are stored
+        stored_B1S = position_in(slot, rows_B, self.buffer.shape[3])[:, None]
         step = torch.arange(packing.longest, device=buffer.device)
         row_BT1 = (before[:, None] + step)[:, :, None]
         self.hidden = (stored_B1S < 0) | (stored_B1S > row_BT1)
@@ -135,14 +138,20 @@ def is_single_row(packing: Packing) -> bool:
     return packing.longest == 1 and len(packing.cu_seqlens) == 2
 
 
+def position_in(slot: Tensor, rows_B: Tensor, slots: int) -> Tensor:
+    """Return the position of the row in each slot, int64 [B, len(slot)]: the newest position p with
+    p % slots == slot; below 0: none.
+
+    rows: those that each document has stored so far."""
+    newest_B1 = rows_B[:, None] - 1
+    return newest_B1 - (newest_B1 - slot) % slots
+
+
 def _with_slots(buffer: Tensor, rows_B: Tensor, slots: int) -> Tensor:
     """Copy a cache's buffer to one with another number of slots, [layers, loops, B, slots, width].
-
-    rows: those that each document has stored so far. The newest ones are kept."""
+    The newest of each document's rows are kept."""
     slot = torch.arange(slots, device=buffer.device)
-    newest = rows_B[:, None] - 1
-    # The newest row that belongs into each slot: row < rows and row % slots == slot.
-    row_BS = newest - (newest - slot) % slots
+    row_BS = position_in(slot, rows_B, slots)
     document = torch.arange(len(rows_B), device=buffer.device)[:, None]
     return buffer[:, :, document, row_BS % buffer.shape[3]]
 
@@ -329,7 +338,7 @@ class MLA(nn.Module):
         c = self.config
         latent = active.merge(latent, self.kv_a_proj(x))
         rows = len(latent)
-        q = active.scatter(self.q_b_proj(rms_norm(self.q_a_proj(x))), rows)
+        q = active.scatter(self.q_b_proj(rms_norm(self.q_a_proj(x))))
         if not isinstance(self.q_b_proj, Linear):
             # FP8's output is a view, which autograd does not let us modify
             q = q.clone()

@@ -323,7 +323,7 @@ def _read_piece(model: Any, input_ids: Tensor, state: DecodingState) -> Tensor:
     x_MD = model.before_core(packed, cache)
     if model.core is not None:
         predicted = model.predict_boundaries(x_MD)
-        b_M = model.boundaries(predicted, packed, None, state.summed)
+        b_M = model.boundaries(predicted, packed, state.summed)
         if length == 1 and not b_M.any():
             x_MD = x_MD + _extend_segments(model, x_MD, state)
         else:

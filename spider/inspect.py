@@ -79,7 +79,7 @@ class Record:
         self.core_rows = range(0)
         self.first_segment = 0  # number of that in the first of these rows
         self.loop = -1
-        self.running: dict[int, int] = {}  # rows computed in this loop, by segment
+        self.running: dict[int, int] = {}  # rows that have not halted before this loop, by segment
 
     def __enter__(self) -> "Record":
         engram = self.model.engram_output
@@ -91,7 +91,7 @@ class Record:
         if core is not None:
             self.model.boundaries = self._record_boundaries  # type: ignore[assignment]
             self.drop_halted = core.drop_halted
-            core.drop_halted = True  # only then are halted segments told apart
+            core.drop_halted = False  # so that a segment is in the same row in every loop
             self.hooks.append(core.layers[0].register_forward_pre_hook(self._begin_loop))
             for i, layer in enumerate(core.layers):
                 route = partial(self._record_load, i)
@@ -146,25 +146,19 @@ class Record:
     def _begin_loop(self, layer: nn.Module, args: tuple):
         """Find the segments that had not halted before this loop: a hook before the core's first
         layer."""
-        x, _, _, active = args[:4]
-        rows = list(range(len(x)))
-        if active.index is not None:
-            rows = active.index.tolist()
-        halted = [False] * len(x)
-        if active.halted is not None:
-            halted = active.halted.tolist()
+        active = args[3]
         self.loop += 1
         self.running = {}
-        for computed_row, row in enumerate(rows):
-            if row in self.core_rows and not halted[computed_row]:
+        for row in self.core_rows:
+            if active.running is None or active.running[row]:
                 segment = self.first_segment + row - self.core_rows.start
-                self.running[segment] = computed_row
+                self.running[segment] = row
                 self.loops[segment] += 1
 
     def _record_gates(self, i: int, engram: Any, args: tuple, output: Any):
         """Hook after the Engram of layer i of the core."""
-        h, recalled, active = args[:3]
-        gate = engram.gate(h, active.select(recalled.key)).flatten().tolist()
+        h, recalled = args[:2]
+        gate = engram.gate(h, recalled.key).flatten().tolist()
         for segment, row in self.running.items():
             self.gates.setdefault((i, self.loop), {})[segment] = gate[row]
 

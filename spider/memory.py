@@ -200,6 +200,7 @@ class PackedBytes(NamedTuple):
     packing: Packing
     past: Past
     matches: Matches | None  # None without a match memory
+    noise_M: Tensor | None = None  # int64, of training; see byte_noise
 
     @property
     def ids_M(self) -> Tensor:

@@ -2,8 +2,8 @@
 halting."""
 
 import dataclasses
+from contextlib import nullcontext
 from itertools import product
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -119,30 +119,27 @@ def test_the_router_has_the_gradient_of_the_language_models_loss(k):
 # Halting
 
 
-@pytest.mark.parametrize("drop_halted", (True, False))
-def test_act_weights_are_p_until_the_sum_reaches_the_threshold_and_then_the_remainder(drop_halted):
+def test_act_weights_are_p_until_the_sum_reaches_the_threshold_and_then_the_remainder():
     """The sum of the last segment is equal to the threshold."""
     # [segment, loop]
     p = torch.tensor([[0.2, 0.3, 0.1], [0.9375, 0.5, 0.1], [0.5, 0.375, 0.9], [0.5, 0.25, 0.9]])
     weights = torch.tensor([[0.2, 0.3, 0.5], [1, 0, 0], [0.5, 0.5, 0], [0.5, 0.5, 0]])
-    halting = Halting(torch.full((4,), 1 / 4), 0.75, drop_halted, stop_when_all_halted=True)
+    halting = Halting(torch.full((4,), 1 / 4), 0.75, drop_halted=False)
     for loop in range(3):
         state = F.one_hot(torch.full((4,), loop), 3).float()
-        active = halting.active
-        halting.add(active.select(state), active.select(p[:, loop]), last=loop == 2)
+        halting.add(state, p[:, loop], last=loop == 2)
     torch.testing.assert_close(halting.output_ND, weights)
     torch.testing.assert_close(halting.loops, torch.tensor((3 + 1 + 2 + 2) / 4))
     torch.testing.assert_close(halting.ponder, torch.tensor((3.5 + 2 + 2.5 + 2.5) / 4))
 
 
-@pytest.mark.parametrize("recompute", ("nothing", "core"))
 @pytest.mark.parametrize("at_once", (False, True))
 @pytest.mark.parametrize(
-    "changes",
+    "changes, recompute",
     (
-        {},
-        dict(n_routed_experts=0, lora_rank=0),
-        dict(boundaries="words", segment_offsets=3, core_loss_weight=0.2),
+        ({}, "core"),
+        (dict(n_routed_experts=0, lora_rank=0), "nothing"),
+        (dict(boundaries="words", segment_offsets=3, core_loss_weight=0.2), "nothing"),
     ),
     ids=str,
 )
@@ -191,30 +188,23 @@ def test_dropping_halted_rows_gives_the_results_of_masking_them(changes, at_once
             assert not grads.get(name, masked_grads.get(name)).any()
 
 
-@pytest.mark.parametrize("decoding", (True, False))
-def test_on_a_gpu_halted_rows_are_dropped_in_decoding_alone(decoding):
-    core = Spider(small_config()).core
-    core_pass = SimpleNamespace(share_N=torch.ones(3) / 3, decoding=decoding)
-    with stand_in_gpu():
-        assert core._begin_halting(torch.ones(3, 32), core_pass).drop_halted == decoding
-
-
-@pytest.mark.parametrize("drop_halted", (True, False))
-def test_halted_segments_keep_the_latents_of_their_final_state(drop_halted):
-    """All segments but the last halt in the first loop; they are computed once more, and then the
-    last alone."""
+@pytest.mark.parametrize("on_gpu", (False, True))
+def test_halted_segments_keep_the_latents_of_their_final_state(on_gpu):
+    """All segments but the last halt in the first loop; they are computed once more, and then only
+    the last is. A GPU computes all rows in a full pass, so as not to wait."""
     model = awake(small_config(boundaries="words", n_loops=4)).eval()
-    model.core.drop_halted = drop_halted
     model.core.halt = lambda h: F.pad(h.new_ones(len(h) - 1), (0, 1))
     latents = []
     rows = []
     layer = model.core.layers[0]
     layer.register_forward_hook(lambda module, args, out: latents.append(out.state.latents))
     layer.register_forward_pre_hook(lambda module, args: rows.append(len(args[0])))
-    with torch.no_grad():
-        model(words_of_two(48))
-    first, second, third, fourth = latents
-    assert rows == ([16, 16, 1, 1] if drop_halted else [16] * 4)
+    with stand_in_gpu() if on_gpu else nullcontext():
+        model.step(words_of_two(48), model.decoding_state())
+        with torch.no_grad():
+            model(words_of_two(48))
+    assert rows == [16, 16, 1, 1] + ([16] * 4 if on_gpu else [16, 16, 1, 1])
+    first, second, third, fourth = latents[4:]
     assert ((first - second).abs().amax(1) > 1e-3).all()
     for later in (third, fourth):
         assert torch.equal(later[:-1], second[:-1])
