@@ -146,11 +146,14 @@ class Record:
     def _begin_loop(self, layer: nn.Module, args: tuple):
         """Find the segments that had not halted before this loop: a hook before the core's first
         layer."""
-        active = args[3]
+        x, _, _, active = args[:4]
+        is_running = [True] * len(x)
+        if active.running is not None:
+            is_running = active.running.tolist()
         self.loop += 1
         self.running = {}
         for row in self.core_rows:
-            if active.running is None or active.running[row]:
+            if is_running[row]:
                 segment = self.first_segment + row - self.core_rows.start
                 self.running[segment] = row
                 self.loops[segment] += 1
