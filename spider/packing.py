@@ -11,6 +11,7 @@ Shapes, as suffixes of names:
     D  hidden size
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple
@@ -190,33 +191,68 @@ ALL_ROWS = ActiveRows()
 # --------------------------------------------------------------------------------------------------
 # Padded batches of documents
 
+SMALL_PRODUCT = 1 << 16  # scores per head that take as long as the overhead of one more product
+
 
 def pad_documents(lengths_B: Tensor, bound: int) -> tuple[list[Bucket], Tensor | None]:
-    """Sort documents of these lengths into buckets, one per power of two, and pad each document to
-    the longest one in its bucket. So padding at most doubles the rows.
+    """Sort documents of these lengths into buckets, each padded to its longest document.
 
-    Returns the buckets and the padded start of each document, int64 [B], or None if padding moves
-    no row. bound: of the lengths. Waits for the device."""
-    lengths = lengths_B.tolist()
-    documents_by_power: dict[int, list[int]] = {}
-    for document, length in enumerate(lengths):
-        if length > 0:
-            documents_by_power.setdefault(next_power_of_two(length), []).append(document)
-
-    buckets = []
-    starts = [0] * len(lengths)
-    rows = 0
-    for power, documents in documents_by_power.items():
-        longest = max(lengths[document] for document in documents)
-        # Rounded up, because each other shape needs its own kernels.
-        size = min(bound, round_up(longest, min(16, power)))
-        for document in documents:
-            starts[document] = rows
-            rows += size
-        buckets.append(Bucket(len(documents), size))
-    if len(buckets) == 1 and rows == sum(lengths):
+    Returns the buckets, the longest documents first, and the padded start of each document, int64
+    [B], or None if padding moves no row. bound: of the lengths. Waits for the device."""
+    present, counts = torch.unique(lengths_B[lengths_B > 0], return_counts=True)
+    lengths_and_counts = zip(present.flip(0).tolist(), counts.flip(0).tolist(), strict=True)
+    buckets, shortest = _fill_buckets(lengths_and_counts, bound)
+    if len(buckets) == 1 and buckets[0].documents * buckets[0].length == int(lengths_B.sum()):
         return buckets, None
-    return buckets, torch.tensor(starts, device=lengths_B.device)
+
+    # A document is behind every bucket whose shortest document is longer than it. An empty one is
+    # behind all: it has a bucket of length 0.
+    is_behind = lengths_B[:, None] < lengths_B.new_tensor(shortest)  # [B, buckets]
+    bucket_B = is_behind.sum(1)
+    padded_lengths = lengths_B.new_tensor([*(bucket.length for bucket in buckets), 0])
+    size_B = padded_lengths.index_select(0, bucket_B).long()  # rows, padding included
+
+    # Bucket by bucket, in the order of the batch: a document starts where those before it end.
+    order = bucket_B.argsort(stable=True)
+    start_in_order = F.pad(size_B[order].cumsum(0), (1, -1))
+    start_B = torch.empty_like(size_B)
+    start_B[order] = start_in_order
+    return buckets, start_B
+
+
+def _fill_buckets(
+    lengths_and_counts: Iterable[tuple[int, int]], bound: int
+) -> tuple[list[Bucket], list[int]]:
+    """Divide documents, given as (length, number of such documents) from the longest down, into
+    buckets; also return the shortest length in each.
+
+    Padding at most doubles a bucket's rows. It adds at most half as many scores (which determine
+    the time of attention), or SMALL_PRODUCT. To limit the number of kernels, padded lengths are
+    powers of two below 16, multiples of 16 from 16 on, or the bound."""
+    buckets: list[Bucket] = []
+    shortest: list[int] = []
+    rows = 0  # rows of the last bucket, without padding
+    scores = 0
+    for length, count in lengths_and_counts:
+        if buckets:
+            widened = Bucket(buckets[-1].documents + count, buckets[-1].length)
+            padded_rows = widened.documents * widened.length
+            more_rows = rows + length * count
+            more_scores = scores + length * length * count
+            few_rows = padded_rows <= 2 * more_rows
+            few_scores = padded_rows * widened.length <= 1.5 * more_scores + SMALL_PRODUCT
+            if few_rows and few_scores:
+                buckets[-1] = widened
+                shortest[-1] = length
+                rows = more_rows
+                scores = more_scores
+                continue
+        size = next_power_of_two(length) if length < 16 else round_up(length, 16)
+        buckets.append(Bucket(count, min(size, bound)))
+        shortest.append(length)
+        rows = length * count
+        scores = length * length * count
+    return buckets, shortest
 
 
 # --------------------------------------------------------------------------------------------------

@@ -69,6 +69,11 @@ def test_padding_at_most_doubles_the_rows_and_never_overlaps(lengths):
             assert end <= begin
 
 
+@pytest.mark.parametrize("length, buckets", ((800, [(11, 1000)]), (600, [(1, 1000), (10, 608)])))
+def test_padding_adds_at_most_half_as_many_scores(length, buckets):
+    assert pad_documents(torch.tensor([1000] + 10 * [length]), 1000)[0] == buckets
+
+
 @pytest.mark.parametrize(
     "n_bytes, longest, step",
     (
