@@ -94,7 +94,7 @@ if sanitizer=$(PATH=$PATH:/usr/local/cuda/bin type -P compute-sanitizer); then
 fi
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The other tests: losses beside those of a CPU, commands, resumed runs, a killed rank
+# The other tests: losses next to those of a CPU, commands, resumed runs
 
 for file in train command_line resumption; do
     run "test_$file" 900 python -m pytest -q -m gpu -rs "tests/test_$file.py"

@@ -132,7 +132,7 @@ esac
 """
 KERNELS = "machine test_tile_moe test_grouped_triton test_tile_kernels test_compile".split()
 RUNS = "eager compiled fp8 memcheck".split()
-OTHERS = "test_train test_command_line test_resumption test_distributed".split()
+OTHERS = "test_train test_command_line test_resumption".split()
 MEASUREMENTS = (
     "step_bf16 step_2048_bf16 step_fp8 step_2048_fp8 step_eager backends short_documents".split()
 )
