@@ -60,7 +60,7 @@ from spider.boundaries import (
     surprise_loss,
 )
 from spider.contexts import Past
-from spider.decode import check_ids, decoding_state, generate, generate_batch, step
+from spider.decode import decoding_state, generate, generate_batch, step
 from spider.layers import (
     Linear,
     SwiGLU,
@@ -86,6 +86,7 @@ from spider.packing import (
     ALL_ROWS,
     ActiveRows,
     Packing,
+    check_ids,
     document_cu_seqlens,
     mark_rows_dynamic,
     round_up,
@@ -765,7 +766,7 @@ def add_losses(
     nats_per_byte = nats / n_labels
     out.nats_per_byte = nats_per_byte
     core_loss = torch.zeros_like(nats)
-    if model.training and c.scores_core and result.unpooled_MD is not None:
+    if model.training and c.core_loss_weight and result.unpooled_MD is not None:
         # initially unpooled is 0: the gradient's norm exceeds 100, and is clipped
         core_logits_MV = model.lm_head(rms_norm(result.unpooled_MD)).to(logits_MV.dtype)
         core_nats = F.cross_entropy(core_logits_MV, labels_M, ignore_index=-100, reduction="sum")

@@ -104,9 +104,9 @@ class SpiderConfig:
                 wanted = f"tuple of {of.__name__}" if kind is tuple else kind.__name__
                 raise ValueError(f"{name} must be of type {wanted}")
             if name in RANGES:
-                allowed = Range(*RANGES[name])
-                if not allowed.has(value):
-                    raise ValueError(f"{name} must be {allowed}")
+                low, high = RANGES[name]
+                if not low <= value <= high:
+                    raise ValueError(f"{name} must be {Range(low, high)}")
         self._check_sizes()
         self._check_contexts()
         self._check_tables()

@@ -28,7 +28,7 @@ from torch import Tensor
 from spider.attention import LatentCache
 from spider.contexts import Past
 from spider.memory import ConvolutionCache, MatchHistory, PackedBytes
-from spider.packing import Packing, document_starts
+from spider.packing import Packing, check_ids, document_starts
 from spider.segments import add_open_segments, last_byte_of, sum_segments
 from spider.vocabulary import EOS_ID, PAD_ID
 
@@ -98,25 +98,6 @@ ROW_DIMENSION = {
     "segment_latents": 2,
     "convolved": 2,
 }
-
-
-def check_ids(name: str, ids: Tensor, rows: int | str = "B", length: int | str = "T"):
-    """Raise ValueError unless ids are int64 [rows, length]; an int is a required size, a letter any
-    size above 0."""
-
-    def fits(size: int, wanted: int | str) -> bool:
-        return size == wanted if isinstance(wanted, int) else size > 0
-
-    if (
-        ids.dtype != torch.int64
-        or ids.ndim != 2
-        or not fits(ids.shape[0], rows)
-        or not fits(ids.shape[1], length)
-    ):
-        dtype = str(ids.dtype).removeprefix("torch.")
-        raise ValueError(
-            f"{name} must be int64 [{rows}, {length}], not empty; got {dtype} {list(ids.shape)}"
-        )
 
 
 # --------------------------------------------------------------------------------------------------

@@ -27,9 +27,9 @@ from transformers.utils.versions import require_version
 logging.disable(level)
 
 from spider.config import SpiderConfig
-from spider.decode import DecodingState, check_ids
+from spider.decode import DecodingState
 from spider.memory import EngramTable
-from spider.packing import document_cu_seqlens
+from spider.packing import check_ids, document_cu_seqlens
 from spider.vocabulary import BOS_ID, EOS_ID, PAD_ID
 from spider_model import Spider
 
