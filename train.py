@@ -682,20 +682,24 @@ def fit_micro_batch(
     if not (proves or plan.flags.precision == "fp8" or plan.flags.compile != "off"):
         return plan
     total = machine.memory_of(world.device)
-    # Without a checkpoint, the first step makes the optimizers' state after these passes.
-    to_come = 0.0
+    # What a step takes after these passes: the gradients of tables, of which the passes have those
+    # of two micro-steps, and without a checkpoint the optimizers' state.
+    state_to_come = 0.0
     if not any(optimizer.state for optimizer in optimizers.by_name.values()):
         state = estimate.state_size(model, plan.flags.optimizer)
-        to_come = state.dense_state + state.table_state
+        state_to_come = state.dense_state + state.table_state
     while True:
         (batch,) = loader.batches(0, 0, StepLayout(plan.flags.micro_batch, 1))
         can_halve = proves and plan.flags.micro_batch > 1
         machine.restart_peak(world.device)
         try:
             warm_up(model, plan, batch.to(world.device))
-            taken = 1e9 * machine.peak_memory(world.device) + to_come
-        except torch.OutOfMemoryError:
-            if not can_halve:
+            of_step = estimate.table_gradients(model, plan.step_bytes)
+            of_passes = estimate.table_gradients(model, 2 * batch.ids.numel())
+            gradients_to_come = max(0.0, of_step - of_passes)
+            taken = 1e9 * machine.peak_memory(world.device) + state_to_come + gradients_to_come
+        except RuntimeError as fault:
+            if not (can_halve and machine.is_out_of_memory(fault)):
                 raise
             taken = total
         if not can_halve or taken <= (1 - SPARE) * total:

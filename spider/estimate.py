@@ -1,7 +1,7 @@
 """Estimate a run before it starts: parameters, FLOPs, memory of a step, duration.
 
 The memory estimate is within a seventh of the peak of a step (tests/rehearsal/peaks.py). It makes
-the first choice of micro-batch and recomputation; train.fit_micro_batch proves the choice.
+the first choice of micro-batch and recomputation, which train.fit_micro_batch proves on one GPU.
 """
 
 import shutil
@@ -159,8 +159,7 @@ def estimate_memory(
         casts -= sum(model.get_parameter(name).numel() for name in weights_in_fp8(model))
 
     gradients: float = state.dense
-    lookups = sum(table.width for table in tables_of(model))
-    of_tables = min(4.0 * lookups * rows * flags.grad_accum, 2.0 * state.tables)
+    of_tables = table_gradients(model, rows * flags.grad_accum)
     gathered = 0
     if world.ranks > 1:  # see shard_model; tables and their summed gradients are not sharded
         of_tables = state.tables
@@ -196,6 +195,14 @@ def estimate_memory(
             "growth of the process": 1e9 if multiplies_bf16(world.device) else 1e8,
         }
     return memory
+
+
+def table_gradients(model: nn.Module, n_bytes: int) -> float:
+    """Estimate the bytes of the gradients that Engram tables gather from some bytes of text."""
+    tables = tables_of(model)
+    lookups = sum(table.width for table in tables)
+    in_tables = sum(table.weight.numel() for table in tables)
+    return min(4.0 * lookups * n_bytes, 8.0 * in_tables)
 
 
 def numbers_kept(model: "Spider", plan: "Plan", recompute: str) -> float:
@@ -301,7 +308,7 @@ def check_memory(plan: "Plan", world: World):
     needed = sum(plan.memory.values())
     if needed > 1.25 * available:
         raise TooLarge(
-            f"--micro_batch: the run needs at least {needed * world.local_ranks / 1e9:.3g} GB, but "
+            f"--micro_batch: the run needs about {needed * world.local_ranks / 1e9:.3g} GB, but "
             f"this machine has {available * world.local_ranks / 1e9:.3g} GB: "
             f"{memory_remedy(plan, world)}"
         )

@@ -358,13 +358,23 @@ class Span(NamedTuple):
     context: int  # number of first labels that do not count: another row has scored them
 
 
-def cut(length: int, counted: int, context: int) -> Iterator[Span]:
-    """Cut a text of `length` ids into rows with `counted` labels that count, after at most
-    `context` others. Every id after the first counts once."""
+def cut(length: int, first: int, counted: int, context: int) -> Iterator[Span]:
+    """Cut a text of `length` ids into rows: the first one counts its `first` labels, each further
+    one `counted` labels after at most `context` others. Every id after the first counts once."""
     last = length - 1
-    for begin in range(0, last, counted):
+    begin = 0
+    stop = first
+    while begin < last:
         start = max(0, begin - context)
-        yield Span(start, min(begin + counted, last), begin - start)
+        yield Span(start, min(stop, last), begin - start)
+        begin = stop
+        stop += counted
+
+
+def half_overlapping(length: int, seq_len: int) -> Iterator[Span]:
+    """Cut a text of `length` ids into windows of at most seq_len that overlap by half."""
+    stride = max(1, seq_len // 2)
+    return cut(length, seq_len, stride, seq_len - stride)
 
 
 def read_rows(
@@ -385,8 +395,7 @@ def read_rows(
 def windows(stream: "Stream", seq_len: int, batch: int) -> Iterator[tuple[Tensor, Tensor]]:
     """Cut a stream into batches of (ids, labels), int64 [n, seq_len], of windows that overlap by
     half. Every byte after the first id is a label once."""
-    counted = seq_len // 2
-    spans = cut(len(stream), counted, seq_len - counted)
+    spans = half_overlapping(len(stream), seq_len)
     while rows := list(islice(spans, batch)):
         yield read_rows(stream, rows, seq_len, special=False)
 
@@ -401,13 +410,13 @@ def score_windows(
 ) -> Totals:
     """Score the bytes of a stream by windows of at most seq_len bytes, `batch` at a time."""
     seq_len = min(seq_len, max(2, len(stream) - 1))
-    n_windows = math.ceil((len(stream) - 1) / (seq_len // 2))
+    n_ids = seq_len * sum(1 for _ in half_overlapping(len(stream), seq_len))
     return score_model(
         model,
         windows(stream, seq_len, batch),
         n_loops,
         World({}, model.embed_tokens.device),
-        progress_bar("evaluating", n_windows * seq_len),
+        progress_bar("evaluating", n_ids),
     )
 
 
@@ -475,7 +484,7 @@ class Adaptation:
 
     def score(self, stream: "Stream", special: bool) -> Totals:
         """Read a stream. special: whether ids above 255 count, too."""
-        spans = list(cut(len(stream), CHUNK, CONTEXT))
+        spans = list(cut(len(stream), CHUNK, CHUNK, CONTEXT))
 
         def rows() -> Iterator[tuple[Tensor, Tensor]]:
             for span in spans:

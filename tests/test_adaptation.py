@@ -69,7 +69,7 @@ def tables(adaptation: Adaptation) -> list[list[torch.Tensor]]:
 
 
 def test_chunks_count_each_label_once_after_up_to_1024_bytes():
-    chunks = [*cut(2500, counted=1024, context=1024)]
+    chunks = [*cut(2500, first=1024, counted=1024, context=1024)]
     assert chunks == [(0, 1024, 0), (0, 2048, 1024), (1024, 2499, 1024)]
 
 

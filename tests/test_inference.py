@@ -2,6 +2,7 @@
 
 import builtins
 import io
+import math
 import os
 import signal
 import sys
@@ -133,10 +134,13 @@ def test_no_repeat_ngram_size_forbids_what_transformers_forbids(size):
 @pytest.mark.parametrize("seq_len", (2, 7, 16, 64))
 @pytest.mark.parametrize("length", (1, 2, 7, 8, 9, 50, 250))
 def test_windows_score_each_byte_once_with_half_a_window_of_context(seq_len, length):
-    """Or with all of the text before it. Byte i of the text is i, so a label names its place."""
+    """Or with all of the text before it. A text that fits into a window is read once. Byte i of the
+    text is i, so a label names its place."""
     text = stream([BOS_ID, *range(length)])
+    n_windows = 1 + max(0, math.ceil((length - seq_len) / (seq_len // 2)))
     for batch in (1, 3, 1000):
         scored = []
+        assert sum(len(ids) for ids, _ in windows(text, seq_len, batch)) == n_windows
         for ids, labels in windows(text, seq_len, batch):
             assert len(ids) <= batch
             assert ids.shape == labels.shape == (len(ids), seq_len)
