@@ -5,7 +5,6 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from functools import cache
-from itertools import islice
 from typing import Any
 
 from spider.common import Range
@@ -331,13 +330,13 @@ RANGES = {
 @cache
 def primes_below(limit: int, count: int) -> tuple[int, ...]:
     """Return the `count` largest primes up to `limit`, descending, or all if there are fewer."""
-    primes = filter(is_prime, range(limit, 1, -1))
-    return tuple(islice(primes, count))
-
-
-def is_prime(n: int) -> bool:
-    """Return whether n is prime, for n from 2 on."""
-    return all(n % divisor for divisor in range(2, math.isqrt(n) + 1))
+    primes: list[int] = []
+    for n in range(limit, 1, -1):
+        if len(primes) == count:
+            break
+        if all(n % divisor for divisor in range(2, math.isqrt(n) + 1)):
+            primes.append(n)
+    return tuple(primes)
 
 
 # --------------------------------------------------------------------------------------------------
