@@ -23,7 +23,7 @@ from spider_model import Spider
 @pytest.fixture(autouse=True)
 def on_a_gpu(monkeypatch):
     monkeypatch.setattr(train, "proves_memory", lambda world: True)
-    monkeypatch.setattr(train.machine, "memory_of", lambda *_: 1e9)
+    monkeypatch.setattr(train.machine, "memory_of", lambda *_: 1e12)  # enough by the estimate
     monkeypatch.setattr(train.machine, "peak_memory", lambda device: 0.5)  # GB
 
 
@@ -93,6 +93,7 @@ def test_a_single_sequence_that_does_not_fit_ends_the_run_with_advice(tmp_path, 
 
 def test_a_tenth_of_the_memory_is_left_besides_what_the_optimizer_will_take(monkeypatch):
     """AdamW takes 8 bytes of each parameter, except for tables, whose rows take 4 bytes."""
+    monkeypatch.setattr(train.machine, "memory_of", lambda *_: 1e9)
     flags = f"--model tiny --set {SMALL} --optimizer adamw --seq_len 32 --micro_batch 8"
     plan = settled(*flags.split())
     loader = Loader([mock_source(0)], 32, 0)
