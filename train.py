@@ -1181,6 +1181,8 @@ def main(
 
     # ----------------------------------------------------------------------------------------------
     # The end
+    if stop.agreed and progress.step == 0:  # torch.compile may swallow what the signal raised
+        raise Stopped("stopped before the first step")
     if not writer.holds(progress.step):
         raise CheckpointError(
             f"--ckpt_dir: step {progress.step} could not be saved in {directory}: make room; the "

@@ -8,6 +8,7 @@ import shutil
 import signal
 import time
 import weakref
+from contextlib import suppress
 
 import pytest
 import torch
@@ -31,7 +32,7 @@ from conftest import (
 from jobs import Job, sleeps, steps_done, unread, until
 from spider import boundaries
 from spider.checkpoint import load_origin
-from spider.common import DataError
+from spider.common import DataError, Stopped
 from spider.run import COPY_SECONDS, RunProgress
 
 # --------------------------------------------------------------------------------------------------
@@ -278,6 +279,19 @@ def test_signal_during_compilation_does_not_wait_for_its_end(tmp_path, start_job
     time.sleep(5)
     status, last_line = end_by(job)
     assert status == 128 + signal.SIGTERM and "before the first step" in last_line
+
+
+def test_signal_that_the_warm_up_swallows_ends_the_run_before_the_first_step(
+    tmp_path, shards, monkeypatch, capsys
+):
+    def swallow(*_):
+        with suppress(Stopped):
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(train, "warm_up", swallow)
+    argv = run_flags(shards, tmp_path / "run", "--precision fp8")
+    assert train.command_line(argv) == 128 + signal.SIGTERM
+    assert "SIGTERM: stopped before the first step" in capsys.readouterr().err
 
 
 def test_checkpoint_has_left_memory_when_the_warm_up_begins(train_small, monkeypatch):
