@@ -117,6 +117,7 @@ def plan_on(monkeypatch):
         monkeypatch.setattr("torch.cuda.get_device_capability", lambda _: card.capability)
         monkeypatch.setattr("torch.cuda.is_bf16_supported", lambda **_: True)
         monkeypatch.setattr("torch.cuda.mem_get_info", lambda _: (card.memory, card.memory))
+        monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1e12))
         no_kernels = "--compile off --moe_backend loop --deterministic".split()
         return settled(*no_kernels, *argv, device="cuda")
 

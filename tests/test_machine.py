@@ -125,7 +125,7 @@ def test_cuda_without_host_memory_to_lock_is_reported_as_a_lack_of_host_memory()
 
 
 def test_a_copy_that_cannot_be_page_locked_is_pageable(new_log):
-    """Without CUDA no memory is; and none that would leave less than a quarter to others."""
+    """Without CUDA no memory is."""
     on_gpu = SimpleNamespace(is_cuda=True, dtype=torch.float32, element_size=lambda: 4)
     state.warn_of_pageable.cache_clear()
     machine.start_log()
@@ -135,10 +135,14 @@ def test_a_copy_that_cannot_be_page_locked_is_pageable(new_log):
     assert state.host_buffer((3, 5), on_gpu, copy) is copy
     assert state.host_buffer((3, 5), on_gpu, copy.double()).dtype == torch.float32
     assert new_log().count("pageable") == 1
-    free = machine.free_memory(torch.device("cpu"))
+
+
+def test_no_memory_is_page_locked_that_would_leave_less_than_a_quarter_to_others(monkeypatch):
+    monkeypatch.setattr(machine, "memory_of", lambda _: 100)
+    monkeypatch.setattr(machine, "free_memory", lambda _: 40)
+    machine.check_lockable(15)
     with pytest.raises(RuntimeError, match="little memory"):
-        machine.check_lockable(int(free))
-    machine.check_lockable(0)
+        machine.check_lockable(16)
 
 
 @pytest.mark.parametrize("limit, most", (("5000\n", 5000), ("max\n", math.inf)))
