@@ -28,7 +28,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 import numpy as np
 import pytest
 import torch
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils._pytree import keystr, tree_leaves_with_path
 
 import data
 import sample
@@ -306,6 +306,8 @@ def make_shards(directory):
 # --------------------------------------------------------------------------------------------------
 # Runs
 
+STOPPED = 128 + signal.SIGTERM  # the status of a run that SIGTERM has stopped
+
 
 def run_flags(shards, directory, *flags, steps=6) -> list[str]:
     """Return the command line of a run of a small model. `flags` are texts of any number of words,
@@ -320,10 +322,11 @@ def run_flags(shards, directory, *flags, steps=6) -> list[str]:
     return argv
 
 
-def run(tmp_path, shards, *flags, steps=6, ckpt="run"):
-    """Run a small model to its end; return its checkpoint directory."""
+def run(tmp_path, shards, *flags, steps=6, ckpt="run", status=0, model=Spider):
+    """Run a small model, which must end with this status; return its checkpoint directory."""
     directory = tmp_path / ckpt
-    assert command_line(run_flags(shards, directory, *flags, steps=steps)) == 0
+    argv = run_flags(shards, directory, *flags, steps=steps)
+    assert command_line(argv, model) == status
     return directory
 
 
@@ -332,6 +335,20 @@ def trained(tmp_path_factory) -> Path:
     """The directory of a run of three steps with a checkpoint of each, which no test may change."""
     root = tmp_path_factory.mktemp("trained")
     return run(root, make_shards(root / "data"), "--ckpt_every 1 --keep_last 3", steps=3)
+
+
+@pytest.fixture
+def run_on(processes, tmp_path):
+    """Run command lines in turn on several ranks, which must all end with this status; return the
+    log."""
+    from jobs import Job  # it imports this file
+
+    def run_on(ranks, *argvs, status=0, **options) -> str:
+        statuses, log = Job(processes, tmp_path, ranks, *argvs, **options).end()
+        assert statuses == [status] * ranks, log
+        return log
+
+    return run_on
 
 
 def model_with_fault(number: int, fault: Callable[[Spider], None]) -> type[Spider]:
@@ -349,33 +366,18 @@ def model_with_fault(number: int, fault: Callable[[Spider], None]) -> type[Spide
 
 @contextmanager
 def signal_in_step(number: int) -> Iterator[None]:
-    """Send SIGTERM to this process when its optimizers begin their step of this number, from 1."""
-    begun = []  # an optimizer for each step; a model may have several
+    """Send SIGTERM to this process before the update of its step of this number, from 1."""
+    update = train.update
+    steps = itertools.count(1)
 
-    def count(optimizer, *_):
-        begun.append(optimizer)
-        if optimizer is begun[0] and begun.count(optimizer) == number:
+    def update_signalled(*args):
+        if next(steps) == number:
             os.kill(os.getpid(), signal.SIGTERM)
+        return update(*args)
 
-    handle = register_optimizer_step_pre_hook(count)
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train, "update", update_signalled)
         yield
-    finally:
-        handle.remove()
-
-
-def run_in_parts(tmp_path, shards, *flags, steps, cuts, ckpt="parts"):
-    """The same as `run`, but stopped by SIGTERM in each step of `cuts` and resumed by the same
-    command."""
-    directory = tmp_path / ckpt
-    argv = run_flags(shards, directory, *flags, steps=steps)
-    done = 0
-    for cut in cuts:
-        with signal_in_step(cut - done):
-            assert command_line(argv) == 128 + signal.SIGTERM
-        assert last_step(directory) == cut
-        done = cut
-    return run(tmp_path, shards, *flags, steps=steps, ckpt=ckpt)
 
 
 @pytest.fixture
@@ -385,17 +387,39 @@ def train_small(tmp_path, shards):
 
 
 @pytest.fixture
-def train_in_parts(tmp_path, shards):
-    """`run_in_parts` in the test's own directory, on its own data."""
-    return partial(run_in_parts, tmp_path, shards)
+def train_in_parts(train_small):
+    """The same as `train_small`, but stopped by SIGTERM in each step of `cuts` and resumed by the
+    same command."""
+
+    def train_in_parts(*flags, steps, cuts, ckpt="parts"):
+        done = 0
+        for cut in cuts:
+            with signal_in_step(cut - done):
+                directory = train_small(*flags, steps=steps, ckpt=ckpt, status=STOPPED)
+            assert last_step(directory) == cut
+            done = cut
+        return train_small(*flags, steps=steps, ckpt=ckpt)
+
+    return train_in_parts
 
 
 @pytest.fixture
-def error_of(tmp_path, shards, capsys):
-    """Return the error of a run of a small model that is refused."""
+def argv_of(tmp_path, shards):
+    """`run_flags` in the test's own directory, on its own data."""
 
-    def error_of(*flags, ckpt="run", steps=6) -> str:
-        return refused(run_flags(shards, tmp_path / ckpt, *flags, steps=steps), capsys)
+    def argv_of(*flags, steps=6, ckpt="run") -> list[str]:
+        return run_flags(shards, tmp_path / ckpt, *flags, steps=steps)
+
+    return argv_of
+
+
+@pytest.fixture
+def error_of(argv_of, capsys):
+    """Return the error of a run of a small model that fails."""
+
+    def error_of(*flags, status=2, model=Spider, **options) -> str:
+        train_model = partial(command_line, model_class=model)
+        return refused(argv_of(*flags, **options), capsys, status, main=train_model)
 
     return error_of
 
@@ -474,20 +498,15 @@ def metrics(directory, clock: bool = False) -> list[dict]:
     return lines if clock else [without_clock(line) for line in lines]
 
 
-def assert_same(a, b, where=""):
+def assert_same(one, other):
     """Check that nested states are equal to the bit."""
-    if isinstance(a, torch.Tensor):
-        assert torch.equal(a, b), where
-    elif isinstance(a, dict):
-        assert a.keys() == b.keys(), where
-        for key in a:
-            assert_same(a[key], b[key], f"{where}/{key}")
-    elif isinstance(a, (list, tuple)):
-        assert len(a) == len(b), where
-        for i, (x, y) in enumerate(zip(a, b, strict=True)):
-            assert_same(x, y, f"{where}/{i}")
-    else:
-        assert a == b, where
+    leaves = [tree_leaves_with_path(state) for state in (one, other)]
+    for (path, value), (other_path, other_value) in zip(*leaves, strict=True):
+        assert path == other_path
+        if isinstance(value, torch.Tensor):
+            assert torch.equal(value, other_value), keystr(path)
+        else:
+            assert value == other_value, keystr(path)
 
 
 def assert_same_runs(one, other):

@@ -181,9 +181,9 @@ class Job:
     def wait_for(self, words: str):
         until(lambda: words in self.log_so_far())
 
-    def end(self, limit=LIMIT) -> tuple[list[int], str]:
-        """Return exit statuses and the log; all ranks must have ended within the limit."""
-        deadline = time.monotonic() + limit
+    def end(self) -> tuple[list[int], str]:
+        """Return exit statuses and the log; all ranks must have ended within LIMIT."""
+        deadline = time.monotonic() + LIMIT
         for process in self.ranks:
             process.join(max(0, deadline - time.monotonic()))
         hung = [rank for rank, process in enumerate(self.ranks) if process.is_alive()]
@@ -193,13 +193,6 @@ class Job:
             reserved.close()
         assert not hung, f"ranks {hung} hung\n{self.log_so_far()}"
         return [process.exitcode for process in self.ranks], self.log_so_far()
-
-
-def forked(processes, directory, *argv, **options) -> tuple[int, str]:
-    """Run train.py in a forked process; return its status and log."""
-    job = Job(processes, directory, 1, [*map(str, argv)], **options)
-    (status,), log = job.end()
-    return status, log
 
 
 def runs_alone(argv):
@@ -241,14 +234,15 @@ def torchrun(argv, *more):
 
 
 def workers(directory) -> list[int]:
-    """Processes of train.py whose command line names a directory, in the order of their start."""
+    """Return the ranks of torchrun whose command line names a directory, in the order of their
+    start."""
     found = []
     for pid in filter(str.isdigit, os.listdir("/proc")):
         try:
             words = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
         except OSError:
             continue
-        if str(directory) in words and "train.py" in words and "torch.distributed.run" not in words:
+        if words[1:3] == ["-u", "train.py"] and str(directory) in words:
             found.append(int(pid))
     return sorted(found)
 

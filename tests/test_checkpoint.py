@@ -6,6 +6,7 @@ import errno
 import math
 import os
 import random
+import shutil
 import zipfile
 from pathlib import Path
 from threading import Event, Timer
@@ -14,22 +15,20 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-import train
 from conftest import (
     assert_same,
     assert_same_runs,
+    contents,
     final_state,
     make_shards,
     refused,
     run,
-    run_flags,
     saved_steps,
 )
 from spider import checkpoint, state
 from spider.checkpoint import (
     CheckpointWriter,
     best_checkpoint,
-    good_checkpoints,
     load_checkpoint,
 )
 from spider.common import CheckpointError, locked
@@ -38,7 +37,7 @@ from spider.machine import start_log
 from spider.run import Metrics
 from spider.state import NESTED
 
-NO_EVAL = ("--eval_every", "0")
+NO_EVAL = "--eval_every 0"
 
 
 def steps_in_names(directory) -> list[int]:
@@ -50,8 +49,8 @@ def steps_in_names(directory) -> list[int]:
 # Damaged files
 
 
-def test_altered_byte_or_missing_end_is_refused_or_harmless(tmp_path, shards):
-    path = run(tmp_path, shards, *NO_EVAL, steps=1) / "spider-step1.pt"
+def test_altered_byte_or_missing_end_is_refused_or_harmless(train_small):
+    path = train_small(NO_EVAL, steps=1) / "spider-step1.pt"
     content = path.read_bytes()
     original = load_checkpoint(path)
     size = len(content)
@@ -75,36 +74,38 @@ def test_altered_byte_or_missing_end_is_refused_or_harmless(tmp_path, shards):
             load_checkpoint(path)
 
 
-def test_run_resumes_exactly_from_the_checkpoint_before_a_damaged_one(tmp_path, shards, capsys):
-    flags = ("--ckpt_every", "3")
-    whole = run(tmp_path, shards, *flags, steps=6, ckpt="whole")
-    directory = run(tmp_path, shards, *flags, steps=6)
+def test_run_resumes_exactly_from_the_checkpoint_before_a_damaged_one(train_small, new_log):
+    flags = "--ckpt_every 3"
+    whole = train_small(flags, ckpt="whole")
+    directory = train_small(flags)
     newest = directory / "spider-step6.pt"
-    content = newest.read_bytes()
-    newest.write_bytes(content[:5000] + bytes([content[5000] ^ 1]) + content[5001:])
-    run(tmp_path, shards, *flags, steps=6)
-    log = capsys.readouterr().err
+    content = bytearray(newest.read_bytes())
+    content[5000] ^= 1
+    newest.write_bytes(content)
+    train_small(flags)
+    log = new_log()
     assert f"skipped: {newest}" in log
     assert f"resuming from {directory}/spider-step3.pt" in log
     assert_same_runs(directory, whole)
 
 
-def test_directory_with_only_damaged_checkpoints_is_refused_and_unchanged(tmp_path, shards, capsys):
-    directory = run(tmp_path, shards, steps=3)
+def test_directory_with_only_damaged_checkpoints_is_refused_and_unchanged(train_small, error_of):
+    directory = train_small(steps=3)
     (directory / "spider-step3.pt").write_bytes(b"no checkpoint")
+    before = contents(directory)
     os.mkfifo(directory / "spider-step4.pt")
     (directory / "spider-step5.pt").symlink_to("/dev/zero")
-    lines = (directory / "metrics.jsonl").read_bytes()
-    assert "none of the checkpoints" in refused(run_flags(shards, directory), capsys)
-    assert (directory / "metrics.jsonl").read_bytes() == lines
-    assert (directory / "spider-step3.pt").read_bytes() == b"no checkpoint"
+    assert "none of the checkpoints" in error_of()
+    for name, content in before.items():
+        assert (directory / name).read_bytes() == content
 
 
-def test_directory_in_use_is_refused_except_for_a_dry_run(tmp_path, shards, capsys):
-    argv = run_flags(shards, tmp_path)
-    with locked(tmp_path):
-        assert "another command is using it" in refused(argv, capsys)
-        assert train.command_line([*argv, "--dry_run"]) == 0
+def test_directory_in_use_is_refused_except_for_a_dry_run(tmp_path, train_small, error_of):
+    directory = tmp_path / "run"
+    directory.mkdir()
+    with locked(directory):
+        assert "another command is using it" in error_of()
+        train_small("--dry_run")
 
 
 # --------------------------------------------------------------------------------------------------
@@ -154,13 +155,11 @@ def saved_by_adamw8bit(tmp_path_factory) -> dict:
     """The checkpoint of a run of one step with 8-bit AdamW."""
     root = tmp_path_factory.mktemp("adamw8bit")
     shards = make_shards(root / "data")
-    return final_state(run(root, shards, "--optimizer adamw8bit", *NO_EVAL, steps=1))
+    return final_state(run(root, shards, "--optimizer adamw8bit", NO_EVAL, steps=1))
 
 
 @pytest.mark.parametrize("statement", CRAFTED.strip().splitlines())
-def test_crafted_checkpoint_is_refused_in_a_line(
-    tmp_path, shards, saved_by_adamw8bit, capsys, statement
-):
+def test_crafted_checkpoint_is_refused_in_a_line(tmp_path, saved_by_adamw8bit, error_of, statement):
     saved = copy.deepcopy(saved_by_adamw8bit)
     by_param = saved["optimizer_state_dict"]["adamw8bit"]["state"]
     names = dict(
@@ -174,20 +173,20 @@ def test_crafted_checkpoint_is_refused_in_a_line(
     crafted = tmp_path / "crafted.pt"
     if not crafted.exists():
         torch.save(saved, crafted)
-    flags = ("--optimizer adamw8bit", *NO_EVAL, "--resume", crafted)
-    assert len(refused(run_flags(shards, tmp_path / "run", *flags, steps=2), capsys)) < 500
+    line = error_of("--optimizer adamw8bit", NO_EVAL, "--resume", crafted)
+    assert len(line) < 500
     assert not (tmp_path / "harm").exists()
 
 
 def test_checkpoint_with_other_dtypes_layouts_and_settings_resumes_like_the_original(
-    tmp_path, shards
+    tmp_path, train_small
 ):
     """The values are copied into tensors of the run, which keeps its own settings. A recorded flag
     may have any value that the command line takes."""
-    flags = ("--optimizer adamw --grad_clip 1e30", *NO_EVAL)
-    directory = run(tmp_path, shards, *flags, steps=2)
+    flags = f"--optimizer adamw --grad_clip 1e30 {NO_EVAL}"
+    directory = train_small(flags, steps=2)
     saved = final_state(directory)
-    whole = run(tmp_path, shards, *flags, steps=3)
+    whole = train_small(flags, steps=3)
     saved["note"] = ["by another program"]
     weights = saved["model_state_dict"]
     weights["lm_head.weight"] = weights["lm_head.weight"].double()
@@ -200,7 +199,7 @@ def test_checkpoint_with_other_dtypes_layouts_and_settings_resumes_like_the_orig
     other.mkdir()
     torch.save(saved, other / "spider-step2.pt")
     (other / "metrics.jsonl").write_bytes((directory / "metrics.jsonl").read_bytes())
-    assert_same_runs(run(tmp_path, shards, *flags, steps=3, ckpt="other"), whole)
+    assert_same_runs(train_small(flags, steps=3, ckpt="other"), whole)
 
 
 def test_every_entry_is_read_and_missing_loops_of_training_are_those_of_the_model(
@@ -219,21 +218,19 @@ def test_every_entry_is_read_and_missing_loops_of_training_are_those_of_the_mode
 # Of another model
 
 
-def test_other_optimizer_than_the_checkpoints_is_refused_by_name(tmp_path, shards, capsys):
-    directory = run(tmp_path, shards, "--optimizer", "adamw", steps=1)
-    before = (directory / "spider-step1.pt").read_bytes()
-    line = refused(run_flags(shards, directory, "--optimizer", "muon"), capsys)
+def test_other_optimizer_than_the_checkpoints_is_refused_by_name(train_small, error_of):
+    directory = train_small("--optimizer adamw", steps=1)
+    before = contents(directory)
+    line = error_of("--optimizer muon")
     assert "adamw, engram" in line
     assert "muon, adamw, engram" in line
-    assert [path.read_bytes() for path in directory.glob("*.pt")] == [before]
+    assert contents(directory) == before
 
 
-@pytest.mark.parametrize("flags", ((), ("--reset_steps",)))
 def test_other_model_than_the_checkpoints_is_refused_with_its_fields(
-    tmp_path, shards, flags, capsys
+    tmp_path, shards, train_small, error_of, capsys
 ):
-    origin = run(tmp_path, shards, steps=1) / "spider-step1.pt"
-    argv = run_flags(shards, tmp_path / "new", "--resume", origin, *flags)
+    origin = train_small(steps=1) / "spider-step1.pt"
     for setting, named in (
         ("hidden_size=64", "hidden_size is 32, not 64"),
         (
@@ -241,9 +238,9 @@ def test_other_model_than_the_checkpoints_is_refused_with_its_fields(
             "segment_offsets is 1, not 3; act_threshold is 0.99, not 0.5. Leave",
         ),
     ):
-        assert named in refused([*argv, "--set", setting], capsys)
+        assert named in error_of(f"--set {setting} --resume", origin, ckpt="new")
     argv = f"--data_dir {shards} --ckpt_dir {tmp_path / 'new'} --model small --resume {origin}"
-    assert "hidden_size is 32, not 256; " in refused([*argv.split(), *flags], capsys)
+    assert "hidden_size is 32, not 256; " in refused(argv.split(), capsys)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -338,7 +335,7 @@ def test_newest_two_checkpoints_that_had_not_exploded_are_kept_beside_the_newest
     assert kept == [[1], [1, 2], [1, 2, 3], [1, 2, 3, 4], [1, 2, 4, 5], [2, 5, 6], [6, 7]]
 
 
-def test_metrics_are_synced_before_a_checkpoint_gets_its_name(tmp_path, shards, monkeypatch):
+def test_metrics_are_synced_before_a_checkpoint_gets_its_name(train_small, monkeypatch):
     """Else a power loss could leave a checkpoint whose lines are missing."""
     events = []
 
@@ -354,7 +351,7 @@ def test_metrics_are_synced_before_a_checkpoint_gets_its_name(tmp_path, shards, 
     note_calls(Metrics, "write", lambda *_: "line")
     note_calls(os, "fsync", lambda number: f"synced {Path(f'/dev/fd/{number}').readlink().name}")
     note_calls(os, "replace", lambda _, path: f"named {Path(path).name}")
-    directory = run(tmp_path, shards, *NO_EVAL, steps=2)
+    directory = train_small(NO_EVAL, steps=2)
     named = events.index("named spider-step2.pt")
     last_line, metrics_synced, file_synced = events[named - 3 : named]
     assert "line" not in events[named:]
@@ -364,36 +361,32 @@ def test_metrics_are_synced_before_a_checkpoint_gets_its_name(tmp_path, shards, 
     assert events[named + 1] == f"synced {directory.name}"
 
 
-def test_full_disk_is_one_line_and_a_later_save_succeeds(tmp_path, shards, monkeypatch, capsys):
-    directory = run(tmp_path, shards, steps=2)
+def test_full_disk_is_one_line_and_a_later_save_succeeds(train_small, monkeypatch, new_log):
     write = checkpoint.write_archive
-    steps = []
 
-    def write_unless_first(file, saved):
-        steps.append(saved["step"])
-        if len(steps) == 1:
+    def write_all_but_step_4(file, saved):
+        if saved["step"] == 4:
             file.write(b"a part of it")
             raise OSError(errno.ENOSPC, "No space left on device")
         write(file, saved)
 
-    monkeypatch.setattr(checkpoint, "write_archive", write_unless_first)
-    run(tmp_path, shards, "--ckpt_every", "4", "--keep_last", "9", steps=8)
-    assert capsys.readouterr().err.count("No space left on device") == 1
-    assert steps == [4, 8]
-    assert saved_steps(directory) == [2, 8]
+    monkeypatch.setattr(checkpoint, "write_archive", write_all_but_step_4)
+    directory = train_small("--ckpt_every 2 --keep_last 9")
+    assert new_log().count("No space left on device") == 1
+    assert saved_steps(directory) == [2, 6]
 
 
 # --------------------------------------------------------------------------------------------------
 # Which are kept, and which is resumed
 
-WITHOUT_BEST = ("--eval_every", "2", "--ckpt_every", "3")
+WITHOUT_BEST = "--eval_every 2 --ckpt_every 3"
 
 
-def test_keep_best_keeps_the_lowest_validation_loss_beside_the_newest(tmp_path, shards, losses):
+def test_keep_best_keeps_the_lowest_validation_loss_beside_the_newest(train_small, losses):
     """Steps 4 and 10 are the best so far, and no multiples of --ckpt_every; wherever the run was
     cut, it is known."""
     for steps, best in ((5, 4), (9, 4), (12, 10), (18, 10)):
-        directory = run(tmp_path, shards, *WITHOUT_BEST, "--keep_best", steps=steps)
+        directory = train_small(WITHOUT_BEST, "--keep_best", steps=steps)
         assert best_checkpoint(directory).step == best
     assert steps_in_names(directory) == [10, 15, 18]
     assert best_checkpoint(directory).val_loss == 1.0
@@ -407,42 +400,39 @@ def test_a_step_that_is_saved_again_counts_once(tmp_path):
     assert [path.stem[11:] for path in checkpoint.checkpoint_paths(tmp_path)] == ["9", "10"]
 
 
-def test_damaged_checkpoint_of_a_later_step_does_not_count_as_kept(tmp_path, shards):
+def test_damaged_checkpoint_of_a_later_step_does_not_count_as_kept(train_small):
     """Only a look at its tensors shows the damage. Another directory has nothing saved yet."""
-    directory = run(tmp_path, shards, "--ckpt_every", "1", *NO_EVAL, steps=2)
-    other = ("--ckpt_every", "1", *NO_EVAL, "--resume", directory / "spider-step1.pt")
-    assert steps_in_names(run(tmp_path, shards, *other, steps=2, ckpt="other")) == [1, 2]
+    flags = f"--ckpt_every 1 {NO_EVAL}"
+    directory = train_small(flags, steps=2)
+    other = train_small(flags, "--resume", directory / "spider-step1.pt", steps=2, ckpt="other")
+    assert steps_in_names(other) == [1, 2]
     content = bytearray((directory / "spider-step2.pt").read_bytes())
     middle = len(content) // 2
     content[middle : middle + 100] = bytes(100)
     (directory / "spider-step2.pt").write_bytes(content)
     assert saved_steps(directory) == [1, 2]
-    run(tmp_path, shards, "--ckpt_every", "3", *NO_EVAL, steps=3)
+    train_small(flags, "--ckpt_every 3", steps=3)
     assert steps_in_names(directory) == [1, 2, 3]
 
 
-def test_best_checkpoint_without_keep_best_is_the_best_of_the_newest(tmp_path, shards, losses):
-    directory = run(tmp_path, shards, *WITHOUT_BEST, steps=18)
+def test_best_checkpoint_without_keep_best_is_the_best_of_the_newest(train_small, losses):
+    directory = train_small(WITHOUT_BEST, steps=18)
     assert steps_in_names(directory) == [15, 18]
     assert best_checkpoint(directory).step == 18
-    without = run(tmp_path, shards, *NO_EVAL, steps=3, ckpt="without")
+    without = train_small(NO_EVAL, steps=3, ckpt="without")
     with pytest.raises(CheckpointError, match="no checkpoint in it was saved after an evaluation"):
         best_checkpoint(without)
 
 
-def test_renamed_checkpoint_is_skipped(tmp_path, shards, capsys):
+def test_renamed_checkpoint_is_skipped(train_small, new_log):
     """Else every restart would go back to it."""
-    flags = ("--ckpt_every", "2", *NO_EVAL)
-    directory = run(tmp_path, shards, *flags, steps=4)
-    content = (directory / "spider-step2.pt").read_bytes()
-    for name in ("spider-step1.pt", "spider-step9.pt", "spider-step2-mine.pt"):
-        (directory / name).write_bytes(content)
+    flags = f"--ckpt_every 2 {NO_EVAL}"
+    directory = train_small(flags, steps=4)
+    for name in ("spider-step9.pt", "spider-step2-mine.pt"):
+        shutil.copy(directory / "spider-step2.pt", directory / name)
     assert saved_steps(directory) == [2, 4]
-    path, _ = next(good_checkpoints(directory))
-    assert path == directory / "spider-step4.pt"
-    (directory / "spider-step2-mine.pt").unlink()
-    run(tmp_path, shards, *flags, steps=5)
-    log = capsys.readouterr().err
+    train_small(flags, steps=5)
+    log = new_log()
     assert "spider-step9.pt is renamed: it holds step 2" in log
     assert "spider-step4.pt (step 4)" in log
-    assert steps_in_names(directory)[-2:] == [5, 9]
+    assert (directory / "spider-step5.pt").exists()

@@ -2,14 +2,14 @@
 
 import re
 import signal
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from importlib import metadata
 
 import numpy as np
 import pytest
 
 import train
-from conftest import ROOT, SMALL, contents, has_fp8, metrics, refused, run_flags, run_python
+from conftest import ROOT, SMALL, contents, has_fp8, metrics, run_python
 from jobs import command
 from spider import machine
 from spider.checkpoint import find_checkpoints
@@ -76,13 +76,10 @@ def test_before_torch_is_imported_its_allocator_is_set_and_ctrl_c_needs_no_trace
 # Runs
 
 
-def test_a_run_in_a_thread_says_that_it_catches_no_signals_and_trains(tmp_path, shards, capsys):
-    statuses = []
-    argv = run_flags(shards, tmp_path / "run", steps=1)
-    thread = threading.Thread(target=lambda: statuses.append(train.command_line(argv)))
-    thread.start()
-    thread.join()
-    assert statuses == [0] and "this run is in a thread: no signal" in capsys.readouterr().err
+def test_a_run_in_a_thread_says_that_it_catches_no_signals_and_trains(train_small, new_log):
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(train_small, steps=1).result()
+    assert "this run is in a thread: no signal" in new_log()
 
 
 METRICS = """
@@ -151,6 +148,7 @@ def test_the_originals_fp8_commands_train_on_a_gpu(tmp_path, flags):
 
 PRINTED = (
     "hidden_size = 2048",
+    "ckpt_dir = 'checkpoints",
     "active per byte",
     "FLOPs per byte",
     "memory: about",
@@ -177,9 +175,9 @@ def test_dry_run_of_the_1b_model_prints_everything_and_takes_little_memory(tmp_p
     assert not list(tmp_path.iterdir())
 
 
-def test_dry_run_finds_what_a_run_would_find_and_changes_no_run(tmp_path, shards, trained, capsys):
+def test_dry_run_finds_what_a_run_would_find_and_changes_no_run(trained, train_small, error_of):
     before = contents(trained)
-    argv = run_flags(shards, trained, "--dry_run", "--set hidden_size=64")
-    assert "hidden_size is 32, not 64" in refused(argv, capsys)
-    assert train.command_line(run_flags(shards, trained, "--dry_run")) == 0
+    flags = ("--dry_run --ckpt_dir", trained)
+    assert "hidden_size is 32, not 64" in error_of(*flags, "--set hidden_size=64")
+    train_small(*flags)
     assert contents(trained) == before

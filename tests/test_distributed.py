@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from collectives import Collective, disagreements, record_to_file, recorded
-from conftest import SMALL, assert_same_runs, final_state, make_shards, metrics, run_flags
+from conftest import SMALL, STOPPED, assert_same_runs, final_state, make_shards, metrics
 from jobs import (
     IN_GROUP,
     LIMIT,
@@ -24,7 +24,6 @@ from jobs import (
     nan,
     out_of_memory,
     rank_variables,
-    reserve_port,
     runs_alone,
     signalled,
     steps_done,
@@ -36,15 +35,8 @@ from spider import optim
 from spider.common import SpiderError, WorldError
 from spider.distributed import World
 
-NO_EVAL = ("--eval_every", "0")
+NO_EVAL = "--eval_every 0"
 HALVED = f"{SMALL},engram_byte_dim=32"  # halves of its matrices end with a block of 8-bit AdamW
-
-
-def run_on(processes, directory, ranks, *argvs, faults=()) -> str:
-    """Run command lines in turn on several ranks; return the log. All ranks must succeed."""
-    statuses, log = Job(processes, directory, ranks, *argvs, faults=faults).end()
-    assert statuses == [0] * ranks, log
-    return log
 
 
 def end_well(job) -> str:
@@ -65,11 +57,9 @@ NOWHERE = dict(RANK="1", WORLD_SIZE="4", MASTER_ADDR="127.0.0.1", MASTER_PORT="1
 @pytest.mark.parametrize(
     "environ, shards, message",
     (
-        (dict(RANK="3"), 1, "RANK=3, .*: start all ranks with torchrun"),
         (dict(RANK="-1", WORLD_SIZE="2"), 1, "RANK=-1, WORLD_SIZE=2: "),
-        (dict(RANK="2", WORLD_SIZE="2"), 1, "RANK=2, WORLD_SIZE=2: "),
+        (dict(RANK="2", WORLD_SIZE="2"), 1, "RANK=2, .*: start all ranks with torchrun"),
         (dict(WORLD_SIZE="2"), 1, "RANK=unset, WORLD_SIZE=2: "),
-        (dict(RANK="0", WORLD_SIZE="0"), 1, "RANK=0, WORLD_SIZE=0: "),
         (dict(LOCAL_RANK="1"), 1, "LOCAL_RANK=1, "),
         (NOWHERE, 3, "--shards 3 does not divide 4 ranks"),
         (NOWHERE, 1, "rank 1 of 4 cannot reach the others"),
@@ -87,7 +77,6 @@ def test_ranks_that_cannot_join_are_told_why(monkeypatch, environ, shards, messa
 @pytest.mark.parametrize(
     "gpus, visible, indices, message",
     (
-        ("abc", 4, [0, 1, 2], ""),
         ("abc", 1, [0, 0, 0], ""),
         ("aba", 2, [0, 1, 0], "ranks 0, 2 of 3 would share GPUs"),
     ),
@@ -104,17 +93,17 @@ def test_rank_takes_the_gpu_of_its_local_rank_or_the_only_visible_one_and_shares
         torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=this_thread.uuid)
     )
 
+    store = torch.distributed.HashStore()
+    monkeypatch.setattr(torch.distributed, "rendezvous", lambda *_, **__: iter([(store, 0, 0)]))
+
     def join(rank: int) -> tuple[int, str]:
         this_thread.uuid = gpus[rank]
-        world = World(rank_variables(rank, 3, port))
+        world = World(rank_variables(rank, 3, port=0))
         with pytest.raises(SpiderError) as fault:
             world.join(torch.device("cuda"), 1, 20.0)
         return world.device.index, str(fault.value)
 
-    with reserve_port() as reserved, ThreadPoolExecutor(3) as pool:
-        port = reserved.getsockname()[1]
-        monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-        monkeypatch.setenv("MASTER_PORT", str(port))
+    with ThreadPoolExecutor(3) as pool:
         joined = list(pool.map(join, range(3)))
     assert [index for index, _ in joined] == indices
     for _, fault in joined:
@@ -148,24 +137,22 @@ def test_one_process_reads_each_batch_when_it_is_due():
     ids=("from one to two replicas", "from two shards to one"),
 )
 def test_run_resumed_on_another_number_of_ranks_has_the_same_losses(
-    tmp_path, shards, processes, first, flags, flags_of_two
+    tmp_path, shards, argv_of, run_on, first, flags, flags_of_two
 ):
     """Six steps on one rank, then six on two, or the other way round, against twelve on one."""
     other = make_shards(tmp_path / "other")
     flags += f" --global_batch 128 --precision fp32 --data_dir {shards}:0.7,{other}:0.3"
     flags += " --ckpt_every 6 --eval_every 6"
-    alone, run = tmp_path / "alone", tmp_path / "run"
-    runs_alone(run_flags(shards, alone, flags, steps=12))
+    runs_alone(argv_of(flags, steps=12, ckpt="alone"))
     for ranks, steps in ((first, 6), (3 - first, 12)):
-        argv = run_flags(shards, run, flags, steps=steps)
         if ranks == 1:
-            runs_alone(argv)
+            runs_alone(argv_of(flags, steps=steps))
             continue
-        log = run_on(processes, tmp_path, 2, [*argv, *flags_of_two.split()])
+        log = run_on(2, argv_of(flags, flags_of_two, steps=steps))
         assert log.count(f"step {steps}/{steps}") == 1
         assert "settings differ" not in log
         assert log.count(f"step {steps} continues") == ("--sample_every" in flags_of_two)
-    assert_same_losses(alone, run, steps=12)
+    assert_same_losses(tmp_path / "alone", tmp_path / "run", steps=12)
 
 
 # Random loops, an epoch every few steps that clears the tables, dropout from the second on, and an
@@ -182,46 +169,41 @@ FEW = f"--global_batch 256 --eval_every 0 --set {SMALL}"
     (
         # Few steps: at the start almost nothing is unpooled, and the norm of the core's own loss
         # amplifies rounding.
-        (2, 2, 6, f"{FEW},boundaries=words,segment_offsets=3,core_loss_weight=0.2"),
-        (2, 2, 6, f"{FEW},boundaries=learned,segment_offsets=3"),
+        (2, 2, 6, f"{FEW},boundaries=learned,segment_offsets=3,core_loss_weight=0.2"),
         *(
             pytest.param(*layout, 20, f"{ALL} --optimizer {optimizer}", marks=pytest.mark.slow)
             for *layout, optimizer in ((3, 3, "muon"), (4, 1, "adamw"), (4, 2, "adamw8bit"))
         ),
     ),
 )
-def test_ranks_have_the_losses_of_one(tmp_path, shards, processes, ranks, split, steps, flags):
+def test_ranks_have_the_losses_of_one(tmp_path, argv_of, run_on, ranks, split, steps, flags):
     flags += " --precision fp32"
-    alone, together = tmp_path / "alone", tmp_path / "together"
-    runs_alone(run_flags(shards, alone, flags, steps=steps))
-    argv = run_flags(shards, together, flags, f"--shards {split}", steps=steps)
-    run_on(processes, tmp_path, ranks, argv)
-    assert_same_losses(alone, together, steps)
+    runs_alone(argv_of(flags, steps=steps, ckpt="alone"))
+    run_on(ranks, argv_of(flags, f"--shards {split}", steps=steps))
+    assert_same_losses(tmp_path / "alone", tmp_path / "run", steps)
 
 
 @pytest.mark.slow
-def test_batch_without_a_segment_on_one_rank_neither_hangs_nor_changes_losses(tmp_path, processes):
+def test_batch_without_a_segment_on_one_rank_neither_hangs_nor_changes_losses(
+    tmp_path, argv_of, run_on
+):
     """For 12 steps: in the second epoch this text is known by heart, and rounding decides the rest
     of the loss."""
-    data = tmp_path / "data"
+    data = tmp_path / "words"
     data.mkdir()
     ids = np.full(4000, 97, "<u2")
     ids[::300] = 32  # with sequences of 32 bytes, most rows have no segment at all
     ids.tofile(data / "train.bin")
-    flags = f"--set {SMALL},boundaries=words --precision fp32 --global_batch 256"
-    runs_alone(run_flags(data, tmp_path / "alone", flags, steps=12))
-    run_on(
-        processes, tmp_path, 4, run_flags(data, tmp_path / "ranks", flags, "--shards 2", steps=12)
-    )
-    assert_same_losses(tmp_path / "alone", tmp_path / "ranks", 12)
+    flags = f"--set {SMALL},boundaries=words --precision fp32 --global_batch 256 --data_dir {data}"
+    runs_alone(argv_of(flags, steps=12, ckpt="alone"))
+    run_on(4, argv_of(flags, "--shards 2", steps=12))
+    assert_same_losses(tmp_path / "alone", tmp_path / "run", 12)
 
 
 @pytest.mark.slow
-def test_shards_that_would_split_a_block_of_8_bit_adamw_are_refused(tmp_path, shards, processes):
-    argv = run_flags(shards, tmp_path / "run", f"--optimizer adamw8bit --shards 3 --set {HALVED}")
-    statuses, log = Job(processes, tmp_path, 3, argv).end()
-    assert statuses == [2] * 3, log
-    assert "a scale in 8-bit AdamW" in log
+def test_shards_that_would_split_a_block_of_8_bit_adamw_are_refused(argv_of, run_on):
+    argv = argv_of(f"--optimizer adamw8bit --shards 3 --set {HALVED}")
+    assert "a scale in 8-bit AdamW" in run_on(3, argv, status=2)
 
 
 @pytest.mark.parametrize(
@@ -233,19 +215,18 @@ def test_shards_that_would_split_a_block_of_8_bit_adamw_are_refused(tmp_path, sh
     ),
 )
 def test_stopped_run_resumes_bit_for_bit_on_the_same_layout(
-    tmp_path, shards, processes, ranks, split, steps, optimizer
+    tmp_path, argv_of, run_on, ranks, split, steps, optimizer
 ):
     flags = (
         f"--micro_batch 1 --shards {split} --optimizer {optimizer} --ckpt_every 3 --random_loops"
-        f" --set {HALVED}"
-    ).split()
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
+        f" --set {HALVED} {NO_EVAL}"
+    )
     argvs = [
-        run_flags(shards, directory, *flags, *NO_EVAL, steps=end)
-        for directory, end in ((whole, steps), (parts, steps // 2), (parts, steps))
+        argv_of(flags, steps=end, ckpt=name)
+        for name, end in (("whole", steps), ("parts", steps // 2), ("parts", steps))
     ]
-    assert run_on(processes, tmp_path, ranks, *argvs).count("resuming from") == 1
-    assert_same_runs(whole, parts)
+    assert run_on(ranks, *argvs).count("resuming from") == 1
+    assert_same_runs(tmp_path / "whole", tmp_path / "parts")
 
 
 # --------------------------------------------------------------------------------------------------
@@ -284,18 +265,18 @@ def in_bf16(_):
 
 
 @pytest.mark.slow
-def test_all_ranks_of_a_run_call_the_same_collectives_as_nccl_demands(tmp_path, shards, processes):
+def test_all_ranks_of_a_run_call_the_same_collectives_as_nccl_demands(tmp_path, argv_of, run_on):
     """In two steps, and in two more after it resumes, with an evaluation, a sample and a checkpoint
     of each. rehearsal/test_collectives.py records other layouts and optimizers, on fake GPUs."""
     flags = (
         "--shards 3 --optimizer muon --micro_batch 1 --grad_accum 2 --engram_reset "
         "--sample_every 2 --eval_every 2 --ckpt_every 2"
     )
-    argvs = [run_flags(shards, tmp_path / "run", flags, steps=steps) for steps in (2, 4)]
+    argvs = [argv_of(flags, steps=steps) for steps in (2, 4)]
     records = [tmp_path / f"rank{rank}.jsonl" for rank in range(3)]
     faults = [(in_bf16, rank, None) for rank in range(3)]
     faults += [(record_to_file, rank, str(record)) for rank, record in enumerate(records)]
-    run_on(processes, tmp_path, 3, *argvs, faults=faults)
+    run_on(3, *argvs, faults=faults)
     calls = [recorded(record) for record in records]
     assert "recv" in {one.name for one in calls[0]}
     assert not disagreements(calls)
@@ -307,37 +288,31 @@ def test_all_ranks_of_a_run_call_the_same_collectives_as_nccl_demands(tmp_path, 
 # Stops and faults
 
 
-def test_nan_on_one_rank_skips_the_step_on_all(tmp_path, shards, processes):
-    argv = run_flags(shards, tmp_path / "run", "--shards", "2", *NO_EVAL, steps=4)
-    log = run_on(processes, tmp_path, 2, argv, faults=[(nan, 1, 2)])
+def test_nan_on_one_rank_skips_the_step_on_all(tmp_path, argv_of, run_on):
+    log = run_on(2, argv_of("--shards 2", NO_EVAL, steps=4), faults=[(nan, 1, 2)])
     assert [line["skipped"] for line in metrics(tmp_path / "run")] == [False, False, True, False]
     assert log.count("step 3 skipped") == 1
 
 
-def test_signal_to_one_rank_stops_all_after_the_same_step_with_one_line(
-    tmp_path, shards, processes
-):
+def test_signal_to_one_rank_stops_all_after_the_same_step_with_one_line(tmp_path, argv_of, run_on):
     """Instead of the evaluation that is due then, which the next run catches up on. All leave their
     group, also where no step is left, and where settings then differ."""
-    argv = run_flags(shards, tmp_path / "run", "--eval_every", "5", steps=100)
-    statuses, log = Job(processes, tmp_path, 2, argv, faults=[(signalled, 1, 4)]).end()
-    assert statuses == [143, 143], log
+    argv = argv_of("--eval_every 5", steps=100)
+    log = run_on(2, argv, faults=[(signalled, 1, 4)], status=STOPPED)
     assert len(last_lines(log)) == 1 and IN_GROUP not in log, log
     assert "SIGTERM: stopped after step 5" in log
     assert final_state(tmp_path / "run")["step"] == len(metrics(tmp_path / "run")) == 5
     ends = [*argv, "--max_steps", "5"]
-    statuses, log = Job(processes, tmp_path, 2, ends, ends, [*ends, "--lr", "0.5"]).end()
-    assert statuses == [2, 2], log
+    log = run_on(2, ends, ends, [*ends, "--lr", "0.5"], status=2)
     assert log.count("validation: loss") == log.count("nothing left to train") == 1, log
     (line,) = last_lines(log)
     assert "settings differ: lr was" in line
 
 
 @pytest.mark.slow
-def test_rank_that_runs_out_of_memory_says_so_in_one_line(tmp_path, shards, processes):
+def test_rank_that_runs_out_of_memory_says_so_in_one_line(tmp_path, argv_of, processes):
     """The others end by a lost connection, or by torchrun; the last checkpoint stays."""
-    flags = "--ckpt_every 2 --rank_timeout 20"
-    argv = run_flags(shards, tmp_path / "run", flags, steps=100)
+    argv = argv_of("--ckpt_every 2 --rank_timeout 20", steps=100)
     statuses, log = Job(processes, tmp_path, 2, argv, faults=[(out_of_memory, 1, 3)]).end()
     assert statuses[1] == 2 and statuses[0], log
     (line,) = last_lines(log)
@@ -348,11 +323,11 @@ def test_rank_that_runs_out_of_memory_says_so_in_one_line(tmp_path, shards, proc
 @pytest.mark.slow
 @pytest.mark.parametrize("number, to_all", ((signal.SIGTERM, False), (signal.SIGINT, True)))
 def test_signal_to_torchrun_alone_or_to_all_saves_every_step_that_was_done(
-    tmp_path, shards, number, to_all
+    tmp_path, argv_of, number, to_all
 ):
     """torchrun repeats a signal to its ranks. A terminal sends Ctrl-C to all."""
     directory = tmp_path / "run"
-    job = torchrun(run_flags(shards, directory, *NO_EVAL, steps=100_000))
+    job = torchrun(argv_of(NO_EVAL, steps=100_000))
     until(lambda: steps_done(directory) > 2)
     ranks = workers(directory)
     assert len(ranks) == 2
@@ -365,24 +340,22 @@ def test_signal_to_torchrun_alone_or_to_all_saves_every_step_that_was_done(
 
 
 def test_rank_whose_torchrun_died_while_it_imported_torch_stops_before_the_first_step(
-    tmp_path, shards, processes
+    argv_of, run_on
 ):
-    argv = run_flags(shards, tmp_path / "run", steps=100)
-    statuses, log = Job(processes, tmp_path, 1, argv, TORCHELASTIC_RUN_ID="x").end()
-    assert statuses == [143], log
+    log = run_on(1, argv_of(), TORCHELASTIC_RUN_ID="x", status=STOPPED)
     assert "stopped before the first step" in log
 
 
 @pytest.mark.slow
 def test_run_whose_rank_and_then_torchrun_are_killed_ends_like_an_uninterrupted_one(
-    tmp_path, shards
+    tmp_path, argv_of
 ):
     """torchrun starts the ranks again. Without torchrun they save and end, and the same command
     resumes."""
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     flags = "--ckpt_every 5 --shards 2 --eval_every 40"
-    end_well(torchrun(run_flags(shards, whole, flags, steps=100)))
-    argv = run_flags(shards, killed, flags, steps=100)
+    end_well(torchrun(argv_of(flags, steps=100, ckpt="whole")))
+    argv = argv_of(flags, steps=100, ckpt="killed")
     job = torchrun(argv, "--max-restarts", "1")
     until((killed / "spider-step5.pt").exists)
     os.kill(workers(killed)[1], signal.SIGKILL)
@@ -397,16 +370,13 @@ def test_run_whose_rank_and_then_torchrun_are_killed_ends_like_an_uninterrupted_
 
 
 def test_disk_that_stays_full_ends_all_ranks_after_their_last_step_and_keeps_older_checkpoints(
-    tmp_path, shards, processes
+    train_small, argv_of, run_on
 ):
     """The kernel refuses: no file may grow beyond 100 kB, and a checkpoint is larger."""
-    directory = tmp_path / "run"
-    runs_alone(run_flags(shards, directory, *NO_EVAL, steps=1))
+    directory = train_small(NO_EVAL, steps=1)
     before = (directory / "spider-step1.pt").read_bytes()
-    argv = run_flags(shards, directory, "--ckpt_every 3", *NO_EVAL, steps=5)
-    limits = [(file_limit, 0, 100_000)]
-    statuses, log = Job(processes, tmp_path, 2, argv, faults=limits).end()
-    assert statuses == [2, 2], log
+    argv = argv_of("--ckpt_every 3", NO_EVAL, steps=5)
+    log = run_on(2, argv, faults=[(file_limit, 0, 100_000)], status=2)
     assert len(metrics(directory)) == 5
     (line,) = last_lines(log)
     assert "make room" in line and "resumes from the newest checkpoint there" in line
@@ -417,18 +387,15 @@ def test_disk_that_stays_full_ends_all_ranks_after_their_last_step_and_keeps_old
 
 @pytest.mark.slow
 def test_ranks_refuse_an_optimizer_state_that_cannot_be_copied_together_in_one_line(
-    tmp_path, shards, processes
+    tmp_path, train_small, argv_of, run_on
 ):
     """None waits for the others."""
-    flags = "--optimizer adamw --eval_every 0"
-    runs_alone(run_flags(shards, tmp_path / "whole", flags, steps=1))
-    state = final_state(tmp_path / "whole")
+    flags = f"--optimizer adamw {NO_EVAL}"
+    state = final_state(train_small(flags, steps=1, ckpt="whole"))
     values = state["optimizer_state_dict"]["adamw"]["state"][0]
     values["exp_avg"] = values["exp_avg"].to_sparse()
     crafted = tmp_path / "crafted.pt"
     torch.save(state, crafted)
-    argv = run_flags(shards, tmp_path / "run", flags, "--resume", crafted, steps=2)
-    statuses, log = Job(processes, tmp_path, 2, argv).end(60)
-    assert statuses == [2, 2], log
-    (line,) = last_lines(log)
+    argv = argv_of(flags, "--resume", crafted, steps=2)
+    (line,) = last_lines(run_on(2, argv, status=2))
     assert "error: " in line

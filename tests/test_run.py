@@ -13,9 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-import train
-from conftest import SMALL, final_state, last_step, metrics, model_with_fault, run, run_flags
-from jobs import forked
+from conftest import SMALL, final_state, last_step, metrics, model_with_fault
 from spider import estimate, machine
 from spider.checkpoint import best_checkpoint
 from spider.config import SpiderConfig
@@ -79,20 +77,18 @@ def test_all_losses_are_forgotten_that_other_validation_data_make_incomparable()
 
 
 def test_explosion_is_logged_with_its_text_and_again_when_the_run_resumes(
-    tmp_path, shards, new_log
+    shards, train_small, new_log
 ):
     def spoil_logits(model):
         model.lm_head.register_forward_hook(lambda *call: call[-1] * 1000)
 
-    argv = run_flags(
-        shards, tmp_path / "run", "--seed 3 --eval_every 0 --no-engram_reset", steps=36
-    )
-    assert train.command_line(argv, model_with_fault(31, spoil_logits)) == 0
-    assert final_state(tmp_path / "run")["exploded"]
+    flags = "--seed 3 --eval_every 0 --no-engram_reset"
+    directory = train_small(flags, steps=36, model=model_with_fault(31, spoil_logits))
+    assert final_state(directory)["exploded"]
     first = next(line for line in new_log().splitlines() if "is a spike" in line)
     assert "step 31 " in first
     assert first.endswith(f"data.py show {shards} --seq_len 32 --seed 3 --first 60 --count 2")
-    assert train.command_line([*argv, "--max_steps", "37"]) == 0
+    train_small(flags, steps=37)
     assert "the loss had exploded by then" in new_log()
 
 
@@ -125,6 +121,8 @@ def test_skipped_step_begins_no_epoch_and_clears_nothing():
     events = progress.record(dict(loss=1.0, skipped=False), 128, 1, True)
     assert events == StepEvents(spike=False, begins_epoch=True, cleared=True)
     assert (progress.epoch, progress.skipped) == (1, 0)
+    progress.record(dict(loss=1.0, skipped=False), 192, 0)  # the data has grown
+    assert progress.epoch == 0
 
 
 # --------------------------------------------------------------------------------------------------
@@ -197,15 +195,16 @@ def test_resumed_run_repairs_the_lines_of_a_killed_one(train_small):
     assert [line["step"] for line in metrics(path.parent)] == [1, 2, 3, 4]
 
 
-def test_metrics_of_speed_and_segments_are_those_of_the_steps(tmp_path):
+def test_metrics_of_speed_and_segments_are_those_of_the_steps(tmp_path, train_small):
     """Words of four letters, and their spaces, are segments of five bytes but for the ends of a
     window. The rates of 64 bytes add up to no more time than the run took."""
-    (tmp_path / "words").mkdir()
+    words = tmp_path / "words"
+    words.mkdir()
     for name in ("train.bin", "val.bin"):
-        np.frombuffer(b"word " * 200, np.uint8).astype("<u2").tofile(tmp_path / "words" / name)
+        np.frombuffer(b"word " * 200, np.uint8).astype("<u2").tofile(words / name)
     began = time.time()
     flags = f"--set {SMALL},boundaries=words,n_routed_experts=0"
-    directory = run(tmp_path, tmp_path / "words", flags)
+    directory = train_small(flags, "--data_dir", words)
     lines = metrics(directory, clock=True)
     ended = time.time()
     model = Spider(SpiderConfig(**final_state(directory)["cfg"]))
@@ -295,13 +294,11 @@ OFFLINE = dict(WANDB_MODE="offline", WANDB__SERVICE_WAIT="300")
 
 @pytest.mark.slow
 def test_wandb_is_used_only_with_a_run_name_works_offline_and_resumes_its_run(
-    tmp_path, shards, processes
+    tmp_path, argv_of, run_on
 ):
     for steps, flags in ((1, ""), (2, "--run smoke"), (3, "--run smoke")):
         assert (tmp_path / "wandb").exists() == (steps == 3)
-        argv = run_flags(shards, tmp_path / "run", "--eval_every 0", flags, steps=steps)
-        status, log = forked(processes, tmp_path, *argv, **OFFLINE)
-        assert status == 0, log
+        run_on(1, argv_of("--eval_every 0", flags, steps=steps), **OFFLINE)
     runs = sorted((tmp_path / "wandb").glob("offline-run-*"), key=os.path.getmtime)
     first, again = (path.name.rpartition("-")[2] for path in runs)
     assert first == again
@@ -311,26 +308,22 @@ class FakeWandb:
     """Stands for the module, and for its runs."""
 
     def __init__(self):
-        self.ids = []
+        self.begun = []  # project and id of each run, None for a new one
         self.calls = []  # steps that are logged, and "finish"
         self.fails_at = None  # one of these
 
-    def init(self, id, project, **_):
-        self.ids.append(id)
-        self.project = project
-        self.id = id or f"new{len(self.ids)}"
+    def init(self, project, id, **_):
+        self.begun.append((project, id))
+        self.id = id or f"new{len(self.begun)}"
         return self
 
     def log(self, metrics, step):
-        self._call(step)
+        self.calls.append(step)
+        if step == self.fails_at:
+            raise BrokenPipeError("the service is gone")
 
     def finish(self):
-        self._call("finish")
-
-    def _call(self, what):
-        if what == self.fails_at:
-            raise BrokenPipeError("the service is gone")
-        self.calls.append(what)
+        self.log({}, "finish")
 
 
 @pytest.fixture
@@ -341,39 +334,30 @@ def wandb(monkeypatch) -> FakeWandb:
 
 
 def test_going_back_in_another_directory_begins_a_new_wandb_run(train_small, wandb, monkeypatch):
-    """The environment may name the project of all runs."""
+    """So does another name. The environment may name the project of all runs."""
     flags = "--run a --eval_every 0"
     monkeypatch.setenv("WANDB_PROJECT", "")
     first = train_small(flags, steps=2)
-    assert wandb.project == "spider"
     monkeypatch.setenv("WANDB_PROJECT", "mine")
     train_small(flags, steps=3)  # resumes: the same
-    assert wandb.project == "mine"
-    back = f"--resume {first}/spider-step2.pt --eval_every 0"
-    train_small(back, steps=3, ckpt="other")
-    train_small(back, "--run a", steps=4, ckpt="other")
-    train_small(back, "--run a", steps=5, ckpt="other")
+    train_small(f"--eval_every 0 --resume {first}/spider-step2.pt", steps=3, ckpt="other")
+    train_small(flags, steps=4, ckpt="other")
     for _ in range(2):  # the second trains nothing
-        train_small("--run b --eval_every 0", steps=6, ckpt="other")
-    assert wandb.ids == [None, "new1", None, "new3", None]
-    assert wandb.calls.count("finish") == 5
-    assert wandb.calls[:5] == [1, 2, "finish", 3, "finish"]
+        train_small(flags, "--run b", steps=5, ckpt="other")
+    assert wandb.begun == [("spider", None), ("mine", "new1"), ("mine", None), ("mine", None)]
+    assert wandb.calls == [1, 2, "finish", 3, "finish", 4, "finish", 5, "finish"]
 
 
 def test_failure_of_wandb_is_a_line_and_the_run_continues_without_it(train_small, wandb, new_log):
-    for fails_at, steps, logged in ((3, 4, [1, 2]), ("finish", 6, [5, 6])):
+    for steps, fails_at in ((2, 1), (4, "finish")):
         wandb.fails_at = fails_at
-        wandb.calls.clear()
         directory = train_small("--run a --eval_every 0", steps=steps)
-        assert wandb.calls == logged
-        assert len(metrics(directory)) == last_step(directory) == steps
-        log = new_log()
-        assert log.count("the service is gone") == log.count("wandb failed") == 1
+        assert len(metrics(directory)) == steps
+        assert new_log().count("wandb failed: BrokenPipeError: the service is gone") == 1
+    assert wandb.calls == [1, 3, 4, "finish"]
 
 
-def test_profiler_leaves_a_trace_of_three_steps(tmp_path, shards, processes):
-    argv = run_flags(shards, tmp_path / "run", "--eval_every 0 --profile", steps=11)
-    status, log = forked(processes, tmp_path, *argv)
-    assert status == 0, log
+def test_profiler_leaves_a_trace_of_three_steps(tmp_path, argv_of, run_on):
+    run_on(1, argv_of("--eval_every 0 --profile", steps=11))
     steps = re.findall(r"ProfilerStep#([0-9]+)", (tmp_path / "run" / "trace.json").read_text())
     assert {*steps} == {"2", "3", "4"}  # counted from 0

@@ -10,8 +10,6 @@ from conftest import (
     SMALL,
     final_state,
     metrics,
-    refused,
-    run_flags,
     settled,
     text,
     world_of,
@@ -43,11 +41,11 @@ def model_that_fits(most: int) -> type[Spider]:
     return Filling
 
 
-def log_of(capsys, argv, most: int) -> list[str]:
+def log_of(new_log, argv, most: int) -> list[str]:
     """Run train.py; return the lines of its log about a micro-batch that does not fit, without the
     time."""
     assert train.command_line(argv, model_that_fits(most)) == 0
-    lines = capsys.readouterr().err.splitlines()
+    lines = new_log().splitlines()
     return [line.partition(" ")[2] for line in lines if "takes at least" in line]
 
 
@@ -60,13 +58,13 @@ def log_of(capsys, argv, most: int) -> list[str]:
     ),
 )
 def test_a_micro_batch_that_does_not_fit_is_halved_in_steps_of_as_many_bytes(
-    batch, most, expected, tmp_path, shards, capsys
+    batch, most, expected, tmp_path, argv_of, new_log
 ):
-    argv = run_flags(shards, tmp_path / "run", "--eval_every 0 --ckpt_every 2", batch, steps=4)
+    argv = argv_of("--eval_every 0 --ckpt_every 2", batch, steps=4)
     if "micro_batch" not in batch:
         place = argv.index("--micro_batch")
         del argv[place : place + 2]
-    lines = log_of(capsys, argv, most)
+    lines = log_of(new_log, argv, most)
     assert len(lines) == len(expected)
     for line, (micro_batch, grad_accum) in zip(lines, expected, strict=True):
         assert f"takes --micro_batch {micro_batch} --grad_accum {grad_accum}" in line
@@ -78,15 +76,14 @@ def test_a_micro_batch_that_does_not_fit_is_halved_in_steps_of_as_many_bytes(
 
     # A micro-batch that was chosen is kept, one that was given is tried again.
     argv += ["--max_steps", "6"]
-    again = log_of(capsys, argv, most)
+    again = log_of(new_log, argv, most)
     assert again == ([] if "global" in batch else lines)
     assert final_state(tmp_path / "run")["flags"] == state["flags"]
     assert len(metrics(tmp_path / "run")) == 6
 
 
-def test_a_single_sequence_that_does_not_fit_ends_the_run_with_advice(tmp_path, shards, capsys):
-    argv = run_flags(shards, tmp_path / "run", "--micro_batch 2")
-    line = refused(argv, capsys, main=lambda argv: train.command_line(argv, model_that_fits(0)))
+def test_a_single_sequence_that_does_not_fit_ends_the_run_with_advice(tmp_path, error_of):
+    line = error_of("--micro_batch 2", model=model_that_fits(0))
     assert "out of memory (2.50 GiB requested): give half of --micro_batch" in line
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 

@@ -41,7 +41,7 @@ class Runs:
         self.root = root
         self.done = {}  # recordings, by what was asked for
         self.starts = {}  # checkpoints, by config
-        self.data = {"bytes": make_shards(root / "bytes")}  # 639 targets: 20 windows of 32
+        self.bytes = make_shards(root / "bytes")  # 639 targets: 20 windows of 32
 
     def bare(self, flags: str = "", **options) -> Recording:
         """Train a byte layer and a head from scratch."""
@@ -72,23 +72,22 @@ class Runs:
             torch.save(state, path)
         return path
 
-    def __call__(self, flags: str, steps: int = 2, data: str = "bytes") -> Recording:
+    def __call__(self, flags: str, steps: int = 2, data: Path | None = None) -> Recording:
         """Run train.py with these flags, which override BASE."""
         key = flags, steps, data
         if key not in self.done:
             directory = self.root / f"run{len(self.done)}"
-            argv = f"{BASE} --data_dir {self.data.get(data, data)} --ckpt_dir {directory} "
+            argv = f"{BASE} --data_dir {data or self.bytes} --ckpt_dir {directory} "
             argv += f"--max_steps {steps} {flags}"
             self.done[key] = recorded(directory, argv.split())
-        assert self.done[key].status == 0, self.done[key].log
         return self.done[key]
 
-    def write(self, name: str, ids) -> str:
+    def write(self, name: str, ids) -> Path:
         """Make a directory of training data."""
-        self.data[name] = self.root / name
-        self.data[name].mkdir(exist_ok=True)
-        np.asarray(ids, "<u2").tofile(self.data[name] / "train-0.bin")
-        return name
+        directory = self.root / name
+        directory.mkdir(exist_ok=True)
+        np.asarray(ids, "<u2").tofile(directory / "train-0.bin")
+        return directory
 
 
 @pytest.fixture(scope="module")
@@ -100,17 +99,12 @@ def runs(tmp_path_factory):
 
 
 def compare(seen, expected, tolerance: float = 1e-4):
-    """Compare tensors by the norm of their difference, floats by their ratio, all else for
-    equality."""
+    """Compare tensors by the norm of their difference, numbers by their ratio."""
     if isinstance(expected, Tensor):
         assert seen.shape == expected.shape
         assert (seen.double() - expected.double()).norm() <= tolerance * expected.double().norm()
-        return
-    first = expected[0] if isinstance(expected, list) and expected else expected
-    if isinstance(first, float):
-        assert seen == pytest.approx(expected, rel=tolerance, abs=0)
     else:
-        assert seen == expected
+        assert seen == pytest.approx(expected, rel=tolerance, abs=0)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -170,20 +164,6 @@ def parameters_with(key: str, run: Recording) -> list[str]:
     return names
 
 
-def test_the_optimizers_keep_moving_averages_of_gradients_and_their_squares(runs):
-    """Adam's state has averages of g and g^2, Muon's of g."""
-    run = runs.awake(STEPS)
-    for key, beta, power in (
-        ("exp_avg", 0.8, 1),
-        ("exp_avg_sq", 0.9, 2),
-        ("momentum_buffer", 0.7, 1),
-    ):
-        for name in parameters_with(key, run):
-            numbers = [g**power for g in gradients(run, name)]
-            for update, expected in zip(run.updates, averages(numbers, beta), strict=True):
-                compare(update.state[name][key], expected)
-
-
 def test_weights_change_by_the_rate_times_the_direction_and_the_decay(runs):
     """p changes by -rate * (direction + weight_decay * p), a vector by -rate * direction."""
     run = runs.awake(STEPS)
@@ -200,27 +180,6 @@ def test_weights_change_by_the_rate_times_the_direction_and_the_decay(runs):
             compare(update.change(name), expected, 1e-3 + rounding_of_fp32)
 
 
-def sums_by_row(rows: Tensor, numbers: Tensor, count: int) -> Tensor:
-    """Sum numbers [n, ...] that belong to the same of `count` rows [n]."""
-    sums = torch.zeros(count, *numbers.shape[1:], dtype=torch.float64)
-    return sums.index_add_(0, rows, numbers)
-
-
-def test_a_row_of_a_table_first_changes_by_engram_lr_against_the_sum_of_its_gradients(runs):
-    """In its first step a row changes by engram_lr, as a root mean square, against the sum of its
-    gradients, however often it was looked up. All other rows stay, since there is no decay."""
-    first = runs.awake(STEPS).first
-    for name, (rows, gradient) in first.lookups.items():
-        count = len(first.before[name])
-        sums = sums_by_row(rows, gradient.double(), count)
-        size = sums.square().mean(1).sqrt()
-        change = first.change(name)
-        compare(change, -0.05 * sums / size.clamp_min(1e-30)[:, None])
-        lookups = torch.bincount(rows, minlength=count)
-        assert lookups.max() > 1
-        compare(change[lookups == 0].count_nonzero(), 0)
-
-
 def test_gradients_but_those_of_tables_are_clipped_to_grad_clip(runs):
     """Gradients reach the optimizers times min(1, grad_clip / norm), or unchanged if grad_clip is
     0. The norm is that of all parameters but the tables, which are not clipped."""
@@ -235,17 +194,6 @@ def test_gradients_but_those_of_tables_are_clipped_to_grad_clip(runs):
             compare(run.first.gradient[name], gradient * min(1, largest / norm))
         for name, (_, gradient) in unclipped.first.lookups.items():
             compare(run.first.lookups[name][1], gradient)
-
-
-LEARNED = "boundaries=learned,boundary_rate=0.25"
-
-
-def test_the_regression_of_boundaries_learns_at_an_eighth_of_the_rate(runs):
-    """Its rate is an eighth of lr."""
-    first = runs.fresh("--lr 0.01 --warmup_steps 0", LEARNED, steps=1).first
-    for name in ("boundary_predictor.regression.0.bias", "boundary_predictor.regression.2.bias"):
-        (direction,) = adam_directions([first.gradient[name].double()], 0.9, 0.95)
-        compare(first.change(name), -0.01 / 8 * direction, 1e-3)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -354,7 +302,7 @@ def test_boundary_loss_is_the_distance_of_the_boundaries_per_byte_from_their_ban
     compare(above["boundary_loss"], 2 * (1 / above["bytes_per_segment"] - 0.1))
 
 
-def padded(runs: Runs) -> str:
+def padded(runs: Runs) -> Path:
     """Make data of which two fifths are PAD, 40 bytes at a time, so that windows have unlike
     numbers of targets."""
     position = np.arange(640)
@@ -381,7 +329,7 @@ def test_core_loss_is_the_mean_of_the_nats_of_the_core_alone(runs):
 
 def test_surprise_loss_is_the_squared_error_of_the_predicted_nats(runs):
     """0.001 * the mean of (ln(272) + surprise - nats)^2 in the first step."""
-    run = runs.fresh("--lr 0.01 --warmup_steps 0", LEARNED, steps=1)
+    run = runs.fresh("", "boundaries=learned,boundary_rate=0.25", steps=1)
     (one,) = run.first.passes
     predicted = math.log(272) + one.called["boundary_predictor"][0].y[:, 0].double()
     logits = one.called["lm_head"][0].y.double()
@@ -416,7 +364,7 @@ def test_all_targets_of_a_step_weigh_equally_in_loss_and_gradient(runs):
 # Dropout and tables by epoch: 4 windows of 32 in each step and epoch
 
 
-def four_windows(runs: Runs) -> str:
+def four_windows(runs: Runs) -> Path:
     return runs.write("short", np.arange(129) % 26 + 97)
 
 
@@ -435,7 +383,7 @@ def test_dropout_grows_to_its_rate_over_ten_epochs_and_is_a_fifth_of_it_at_bytes
         steps=12,
         data=four_windows(runs),
     )
-    compare(run.column("epoch"), [*range(12)])
+    assert run.column("epoch") == [*range(12)]
     for step, rate in ((1, 0.0), (6, 0.25), (11, 0.5), (12, 0.5)):
         update = run.updates[step - 1]
         called = update.passes[0].called
@@ -458,8 +406,8 @@ def test_engram_reset_clears_the_tables_after_the_first_step_of_the_second_epoch
     for flag, cleared in (("--engram_reset", True), ("--no-engram_reset", False)):
         run = runs.fresh(f"{flag} --micro_batch 4", data=four_windows(runs))
         weights = run.saved(2)["model_state_dict"]
-        compare([not weights[name].any() for name in run.first.lookups], [cleared] * 3)
-        compare(run.updates[1].before["engram_input.table.weight"].any(), True)
+        assert [not weights[name].any() for name in run.first.lookups] == [cleared] * 3
+        assert run.updates[1].before["engram_input.table.weight"].any()
 
 
 # --------------------------------------------------------------------------------------------------
@@ -474,7 +422,7 @@ def test_target_param_data_ratio_counts_parameters_but_not_rows_of_memories(runs
         for name, p in run.first.before.items()
         if not name.endswith((".table.weight", ".followed"))
     ]
-    compare(run.saved(1)["flags"]["target_tokens"], 20 * sum(counted))
+    assert run.saved(1)["flags"]["target_tokens"] == 20 * sum(counted)
 
 
 def test_target_flops_count_weights_and_attention_over_half_the_sequence(runs):
@@ -486,7 +434,8 @@ def test_target_flops_count_weights_and_attention_over_half_the_sequence(runs):
     ]
     heads, head_width, sequence = 2, 16, 32
     attention = 3 * (2 * 2 * head_width * heads) * sequence / 2
-    compare(run.saved(1)["flags"]["target_tokens"], math.ceil(1e9 / (6 * sum(weights) + attention)))
+    expected = math.ceil(1e9 / (6 * sum(weights) + attention))
+    assert run.saved(1)["flags"]["target_tokens"] == expected
 
 
 HEAD = "lm_head.weight"
@@ -496,16 +445,7 @@ def test_reset_steps_begins_with_the_weights_of_a_checkpoint_alone(runs):
     """The first step again, with the checkpoint's weights alone."""
     start = runs.bare()
     run = runs.bare(f"--resume {start.checkpoint(2)} --reset_steps", steps=1)
-    compare(run.column("step"), [1])
+    assert run.column("step") == [1]
     compare(run.first.passes[0].given["input_ids"], start.first.passes[0].given["input_ids"])
     compare(run.first.before[HEAD], start.updates[1].after[HEAD], 0)
     compare(run.first.state[HEAD]["exp_avg"], 0.1 * run.first.gradient[HEAD])
-
-
-def test_a_run_whose_data_grew_is_in_the_epoch_of_the_new_data(runs):
-    """60 windows are three epochs of 20, and not yet one of 80."""
-    first = runs.bare("--micro_batch 20", steps=3)
-    compare(first.saved(3)["epoch"], 2)
-    grown = runs.write("grown", np.arange(2560) % 26 + 97)
-    run = runs.bare(f"--micro_batch 20 --resume {first.checkpoint(3)}", steps=4, data=grown)
-    compare(run.saved(4)["epoch"], 0)
