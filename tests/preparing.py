@@ -25,6 +25,12 @@ def prepare(command: str):
     assert run_data(f"prepare {command}") == 0
 
 
+def train_texts(command: str, out: str = "o") -> list[bytes]:
+    """Prepare inputs without a validation split; return the texts."""
+    prepare(f"{command} --val_fraction 0 --out {out}")
+    return documents(out, "train")
+
+
 def error_line(capsys, command: str) -> str:
     """Run a command that must be refused; return the error."""
     return refused(shlex.split(command), capsys, program="data.py", main=data.main)

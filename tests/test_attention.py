@@ -14,11 +14,8 @@ from stand_in_gpu import stand_in_gpu
 LENGTHS = (
     (1,),
     (5, 1, 1, 2, 0, 3),
-    (16, 256, 0, 256) + (16,) * 20,
     (4,) * 100 + (130,) + (4,) * 100,
     (600, 1, 30, 17, 0, 16, 200, 513),
-    (1,) * 50,
-    (96, 80, 70, 33),
 )
 
 
@@ -34,7 +31,7 @@ def attend_alone(qkv: torch.Tensor, window: int) -> torch.Tensor:
 @pytest.mark.parametrize(
     "dtype,atol", ((torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 0.03)), ids=str
 )
-@pytest.mark.parametrize("window", (0, 1, 16, 24))
+@pytest.mark.parametrize("window", (0, 1, 24))
 @pytest.mark.parametrize(
     "lengths", LENGTHS, ids=lambda lengths: f"{len(lengths)} documents up to {max(lengths)}"
 )

@@ -13,20 +13,11 @@ from spider.common import TooLarge, UsageError
 SM_75_ON = ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120"]  # PyTorch 2.13's for CUDA 13
 
 
-@pytest.mark.parametrize(
-    "made_for, driver, fragments",
-    (
-        (None, 12040, None),
-        ("13.0", 0, None),
-        ("12.8", 12040, ("CUDA 12.8", "supports CUDA 12.4: look at nvidia-smi")),
-        ("13.0", 13010, ("supports CUDA 13.1: look at nvidia-smi and CUDA_VISIBLE_DEVICES",)),
-    ),
-)
-def test_a_driver_without_a_visible_gpu_is_reported_with_both_versions(made_for, driver, fragments):
-    line = machine.why_no_gpu(made_for, driver)
-    assert (line is None) == (fragments is None)
-    for fragment in fragments or ():
-        assert fragment in line
+def test_a_driver_without_a_visible_gpu_is_reported_with_both_versions():
+    assert machine.why_no_gpu(None, 12040) is None
+    assert machine.why_no_gpu("13.0", 0) is None
+    line = machine.why_no_gpu("12.8", 12040)
+    assert "CUDA 12.8, " in line and "supports CUDA 12.4: look at nvidia-smi" in line
 
 
 @pytest.mark.parametrize(

@@ -48,16 +48,13 @@ def test_every_parameter_has_its_row_in_the_table_and_every_row_a_parameter():
 
 
 @pytest.mark.parametrize("preset", ("1b", "original"))
-def test_1b_and_original_have_996m_parameters_in_the_shares_of_the_design(preset):
+def test_1b_and_original_have_996m_parameters_and_the_flops_of_the_design(preset):
     model = on_meta(SpiderConfig.preset(preset))
     table = estimate.parameter_table(model)
     total = sum(count for count, _ in table.values())
-    engram = sum(count for name, (count, _) in table.items() if name.startswith("Engram"))
     assert total == sum(p.numel() for p in model.parameters())
     assert abs(total / 996e6 - 1) < 0.005
-    assert 0.17 < engram / total < 0.19
     assert abs(estimate.flops_per_byte(model, 10 / 3, 6, 256) / 2.0e9 - 1) < 0.1
-    assert abs(estimate.flops_per_byte(model, 1, 6, 256) / 4.8e9 - 1) < 0.15
 
 
 def tensors_of(model: Spider) -> dict[str, torch.Tensor]:

@@ -16,7 +16,16 @@ import pytest
 
 from conftest import contents, measured, run_python
 from data import open_data
-from preparing import documents, error_line, joined, metadata, prepare, run_data, write_shard
+from preparing import (
+    documents,
+    error_line,
+    joined,
+    metadata,
+    prepare,
+    run_data,
+    train_texts,
+    write_shard,
+)
 from spider import common, inputs
 
 pytestmark = pytest.mark.usefixtures("in_tmp_path")
@@ -122,9 +131,8 @@ def test_with_ext_each_file_is_one_document_in_sorted_order():
         write(f"in/{name}", files[Path(name)])
     write("in/sub/__init__.py", b"")
     write("in/x.jsonl", b"no JSON")
-    prepare("in --ext .py,txt,.rst --val_fraction 0 --out o")
+    assert train_texts("in --ext .py,txt,.rst") == [files[path] for path in sorted(files)]
     assert metadata("o")["skipped"] == {"empty": 1}
-    assert documents("o", "train") == [files[path] for path in sorted(files)]
 
 
 @pytest.mark.parametrize(
@@ -149,8 +157,8 @@ def test_text_that_spells_special_ids_becomes_bytes_alone():
     line = BOM_UTF8 + json_line(spelled).encode()
     write("a.txt", BOM_UTF8 + spelled.encode() + b"\xff\xfe")
     write("b.jsonl", line + line)
-    prepare("a.txt b.jsonl --binary --val_fraction 0 --strict --out o")
-    assert documents("o", "train") == [spelled.encode() + b"\xff\xfe", *2 * [spelled.encode()]]
+    texts = [spelled.encode() + b"\xff\xfe", spelled.encode(), spelled.encode()]
+    assert train_texts("a.txt b.jsonl --binary --strict") == texts
 
 
 # --------------------------------------------------------------------------------------------------
@@ -173,8 +181,7 @@ def test_bad_lines_are_skipped_and_counted_by_kind(monkeypatch, capsys, bad, kin
     monkeypatch.setitem(common.LIMITS, "record", 120_000)
     monkeypatch.setattr(inputs, "MIB", 1000)
     write("a.jsonl", LINE + b"\n" + bad + b"\n" + LINE + bad + b"\n" + LINE)
-    prepare("a.jsonl --val_fraction 0 --out o")
-    assert documents("o", "train") == 3 * [b"fine"]
+    assert train_texts("a.jsonl") == 3 * [b"fine"]
     err = capsys.readouterr().err
     assert f"prepare: skipped 2 {kind}" in err
     assert "(first: a.jsonl:3)" in err
@@ -198,10 +205,8 @@ JSON_LAYOUTS = {
 @pytest.mark.parametrize("raw", JSON_LAYOUTS.values(), ids=JSON_LAYOUTS)
 def test_json_file_is_read_by_its_layout(raw):
     write("in.json", raw)
-    prepare("in.json --val_fraction 0 --out o")
-    assert documents("o", "train") == [b"one", b"two"]
-    prepare("in.json --val_fraction 0 --ext .json --out document")
-    assert documents("document", "train") == [raw.removeprefix(BOM_UTF8)]
+    assert train_texts("in.json") == [b"one", b"two"]
+    assert train_texts("in.json --ext .json", out="document") == [raw.removeprefix(BOM_UTF8)]
 
 
 BAD_ENDS = [b"", b', {"text": "three', b"[" * 100_000]
@@ -210,8 +215,7 @@ BAD_ENDS = [b"", b', {"text": "three', b"[" * 100_000]
 @pytest.mark.parametrize("end", BAD_ENDS, ids=[str(end[:12]) for end in BAD_ENDS])
 def test_json_array_is_read_up_to_a_syntax_error(capsys, end):
     write("a.json", b'[{"text": "one"}, {"text": "two"}' + end)
-    prepare("a.json --val_fraction 0 --out o")
-    assert documents("o", "train") == [b"one", b"two"]
+    assert train_texts("a.json") == [b"one", b"two"]
     message = "not JSON, and nothing is read from there on"
     assert f"skipped 1 {message} (first: a.json:3)" in capsys.readouterr().err
     line = error_line(capsys, "prepare a.json --strict --out strict")
@@ -248,11 +252,9 @@ def test_file_that_is_no_text_is_skipped_by_what_it_holds_unless_binary(
         assert f"nothing to train on: {message}" in line
     write("in/c.txt", ENGLISH)
     assert "error: in/a.txt: " in error_line(capsys, "prepare in --strict --out none")
-    prepare("in --val_fraction 0 --out o")
-    assert documents("o", "train") == [ENGLISH]
+    assert train_texts("in") == [ENGLISH]
     assert f"prepare: skipped {message}" in capsys.readouterr().err
-    prepare("in --binary --val_fraction 0 --out all")
-    assert documents("all", "train") == [content, ENGLISH]
+    assert train_texts("in --binary", out="all") == [content, ENGLISH]
 
 
 @pytest.mark.parametrize("name", ("a.jsonl.gz", "a.parquet"))
@@ -272,8 +274,7 @@ TEXTS = {
 @pytest.mark.parametrize("text", TEXTS.values(), ids=TEXTS)
 def test_text_with_a_few_odd_bytes_is_read_unchanged(text):
     write("a.txt", text)
-    prepare("a.txt --strict --val_fraction 0 --out o")
-    assert documents("o", "train") == [text]
+    assert train_texts("a.txt --strict") == [text]
 
 
 @pytest.fixture
@@ -299,8 +300,7 @@ def unreadable(monkeypatch):
 
 
 def test_unreadable_files_of_a_directory_are_skipped_unless_strict_or_named(unreadable, capsys):
-    prepare("in --val_fraction 0 --out o")
-    assert documents("o", "train") == [b"text"]
+    assert train_texts("in") == [b"text"]
     assert metadata("o")["skipped"] == {
         "unreadable: Permission denied": 1,
         "unreadable, a dead link or no regular file": 5,
@@ -365,27 +365,28 @@ def test_killed_prepare_leaves_no_data_and_can_be_repeated(mixed, call, count, m
     assert contents(Path("o")) == contents(Path("undisturbed"))
 
 
-@pytest.mark.parametrize("name", ("metadata.json", "below/x.bin"))
-def test_directory_that_has_shards_is_refused_and_not_changed(capsys, name):
-    write("a.txt", ENGLISH)
-    write(f"o/{name}", b"{}")
-    line = error_line(capsys, "prepare a.txt --out o")
-    assert line.endswith("o: has shards already: use another --out, or delete it")
-    assert Path(f"o/{name}").read_bytes() == b"{}"
+FULL = OSError(errno.ENOSPC, "No space left on device", "o/train-00001.bin")
 
 
-def test_full_disk_is_one_line_with_path_and_remedy(mixed, monkeypatch, capsys):
+@pytest.mark.parametrize(
+    "fault, status, line",
+    (
+        (FULL, 2, "error: o/train-00001.bin: No space left on device: shards take two bytes for "),
+        (KeyboardInterrupt(), 130, "interrupted"),
+    ),
+    ids=("full disk", "Ctrl-C"),
+)
+def test_prepare_that_fails_halfway_leaves_nothing(mixed, monkeypatch, capsys, fault, status, line):
     replace = os.replace
 
     def fail_at_second(path, target):
-        if target.name != "train-00001.bin":
-            return replace(path, target)
-        raise OSError(errno.ENOSPC, "No space left on device", str(target))
+        if target.name == "train-00001.bin":
+            raise fault
+        return replace(path, target)
 
     monkeypatch.setattr(os, "replace", fail_at_second)
-    line = error_line(capsys, "prepare in --shard_mb 0.02 --out o")
-    assert line.startswith("data.py: error: o/train-00001.bin: No space left on device: ")
-    assert "another --out" in line
+    assert run_data("prepare in --shard_mb 0.02 --out o") == status
+    assert capsys.readouterr().err.splitlines()[-1].startswith(f"data.py: {line}")
     assert os.listdir("o") == []
 
 
@@ -417,13 +418,3 @@ def test_prepare_takes_little_memory_and_does_not_import_torch(tmp_path):
     assert done.returncode == 0
     assert f"1 longer than 33,554,432 bytes (first: {tmp_path}/b.jsonl:2)" in done.stderr
     assert peak < 160_000  # kB: the limit of a line, twice, and Python
-
-
-def test_ctrl_c_leaves_nothing_and_ends_with_status_130(mixed, monkeypatch, capsys):
-    def interrupt(*_):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(os, "replace", interrupt)
-    assert run_data("prepare in --out o") == 130
-    assert capsys.readouterr().err.endswith("data.py: interrupted\n")
-    assert os.listdir("o") == []

@@ -199,10 +199,8 @@ def without(module):
     "backend, change, expected",
     (
         ("triton", product(spoil(value=torch.neg)), "computes wrong results on this GPU: the v"),
-        ("triton", product(raising(PTXAS)), "fails on this GPU: RuntimeError: PTXAS error"),
         ("triton", without("spider.grouped_triton"), "cannot be imported.*pip install triton"),
-        ("tile", kernel("aux_fi", lambda *_: torch.ones(E)), "wrong results on this GPU: aux_fi"),
-        ("tile", kernel("expand_to_fused", raising(NVCC)), "RuntimeError: nvcc fatal   : Unsup"),
+        ("tile", kernel("expand_to_fused", raising(NVCC)), "fails.*: nvcc fatal   : Unsup"),
         ("tile", without("tile_kernels"), r"cannot be imported.*pip install -e \"\.\[tile\]\""),
     ),
 )
