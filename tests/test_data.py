@@ -36,25 +36,6 @@ from tokenizer import BOS_ID, EOS_ID, PAD_ID, VOCAB_SIZE
 # Order
 
 
-@given(st.data(), st.integers(1, 255), st.integers(0, 3), st.integers(0, 2**63))
-@settings(max_examples=150, deadline=None)
-def test_every_epoch_covers_each_target_exactly_once(draw, targets, epoch, seed):
-    seq_len = draw.draw(st.integers(1, targets))
-    loader = Loader([source(range(targets + 1))], seq_len, seed)
-    windows = -(-targets // seq_len)
-    first = windows * epoch
-    last = first + windows - 1
-    assert loader.epoch(first) == loader.epoch(last) == epoch
-    ids, labels = loader.rows(np.arange(first, last + 1))
-    assert ids.shape == labels.shape == (windows, seq_len)
-    assert ids.dtype == labels.dtype == torch.int64
-    counted = labels != -100
-    assert sorted(labels[counted].tolist()) == list(range(1, targets + 1))
-    assert (ids[counted] == labels[counted] - 1).all()
-    assert (ids[~counted] == PAD_ID).all()
-    assert (counted[:, 1:] <= counted[:, :-1]).all()  # a short window is filled at its end
-
-
 def test_order_never_changes():
     """Checkpoints resume with the sequences that come next, whatever version saved them."""
     one = Loader([source(range(251))], 16, 1)
@@ -89,19 +70,25 @@ def test_global_batch_is_the_same_on_any_ranks_and_micro_steps(
 
 
 # (targets, weight) of each source
-MIXTURES = st.lists(st.tuples(st.integers(1, 80), st.integers(1, 9)), min_size=2, max_size=3)
+MIXTURES = st.lists(st.tuples(st.integers(1, 80), st.integers(1, 9)), min_size=1, max_size=3)
 
 
 @given(MIXTURES, st.data(), st.integers(20, 300), st.integers(0, 2**63))
 @settings(max_examples=60, deadline=None)
-def test_mixture_reads_each_source_to_its_end_before_it_repeats(mixture, draw, block, seed):
+def test_every_epoch_of_a_source_covers_each_target_exactly_once(mixture, draw, block, seed):
     seq_len = draw.draw(st.integers(1, min(targets for targets, _ in mixture)))
     sources = []
     for k, (targets, weight) in enumerate(mixture):  # source k has the ids from 81 k on
         ids = range(81 * k, 81 * k + targets + 1)
         sources.append(source(ids, name=str(k), weight=weight))
     loader = Loader(sources, seq_len, seed, block)
-    _, labels = loader.rows(np.arange(600))
+    ids, labels = loader.rows(np.arange(600))
+    assert ids.shape == labels.shape == (600, seq_len)
+    assert ids.dtype == labels.dtype == torch.int64
+    counted = labels != -100
+    assert (ids[counted] == labels[counted] - 1).all()
+    assert (ids[~counted] == PAD_ID).all()
+    assert (counted[:, 1:] <= counted[:, :-1]).all()  # a short window is filled at its end
     rows_of = [[] for _ in mixture]
     for row in labels.tolist():
         rows_of[row[0] // 81].append([target for target in row if target != -100])
@@ -113,6 +100,8 @@ def test_mixture_reads_each_source_to_its_end_before_it_repeats(mixture, draw, b
             assert len(set(read)) == len(read)
             if start + windows <= len(rows):
                 assert read == list(range(81 * k + 1, 81 * k + targets + 1))
+    if len(mixture) == 1:
+        assert loader.epoch(600) == 600 // windows
 
 
 # --------------------------------------------------------------------------------------------------
@@ -331,12 +320,10 @@ REFUSALS = [
         for mixture in ("web:x,code:1", "web:0,code:1", "web:inf,code:1", ":1,code:1")
     ),
     ({}, "show d:1,./d:1", "a directory is named twice"),
-    ({}, "show https://host/web", "https://host/web: an address: download it first"),
     ({}, "prepare - --out o", "1 empty (first: -)"),
     ({}, "verify 'a dir; touch X'", "prepare INPUT --out 'a dir; touch X'`"),
     ({"x.jsonl": b"\n \n"}, "prepare x.jsonl --out o", "x.jsonl: nothing to train on: no document"),
     ({"x.txt": b"\xef\xbb\xbf"}, "prepare x.txt --out o", "1 empty (first: x.txt)"),
-    ({"x.json": b"[ ]"}, "prepare x.json --out o", "x.json: nothing to train on: no document"),
     (
         {"x.json": b'{"a": [\n1]}'},
         "prepare x.json --out o",

@@ -16,6 +16,10 @@ from test_train import batches_of
 from train import StepSettings, train_step
 
 
+def convert(model: Spider, experts: bool = False, step_bytes: int = 64):
+    convert_to_fp8(model, torch.device("cpu"), experts, step_bytes)
+
+
 def test_fp8_converts_the_right_linears_and_leaves_the_state_as_it_is():
     model = awake(small_config())
     names = {name for name, module in model.named_modules() if takes_fp8(module, name)}
@@ -23,7 +27,7 @@ def test_fp8_converts_the_right_linears_and_leaves_the_state_as_it_is():
     for word in ("engram", "lm_head", "router", "boundary_predictor", "halt_predictor"):
         assert not any(word in name for name in names)
     keys = [*model.state_dict()]
-    convert_to_fp8(model, torch.device("cpu"), experts=True, step_bytes=64)
+    convert(model, experts=True)
     assert [*model.state_dict()] == keys
 
 
@@ -61,7 +65,7 @@ def test_an_infinite_gradient_in_fp8_skips_the_step(name):
     model = awake(small_config())
     ids = text(2, 64)
     model.compute_dtype = torch.bfloat16
-    convert_to_fp8(model, torch.device("cpu"), experts=False, step_bytes=ids.numel())
+    convert(model, step_bytes=ids.numel())
 
     def overflow(grad):
         grad = grad.clone()
@@ -84,7 +88,7 @@ def test_a_biased_linear_in_fp8_adds_its_bias_in_training_as_in_evaluation():
     with torch.no_grad():
         model.extra.weight.zero_()
         model.extra.bias.fill_(5)
-    convert_to_fp8(model, torch.device("cpu"), experts=False, step_bytes=64)
+    convert(model)
     assert all((model.train(mode).extra(x) == 5).all() for mode in (True, False))
 
 
@@ -92,7 +96,7 @@ def test_a_product_in_fp8_is_padded_where_its_inner_dimension_is_no_multiple_of_
     """That of the output is the width of its input, then its own width, then its rows."""
     model = awake(small_config())
     model.extra = Linear(32, 24)
-    convert_to_fp8(model, torch.device("cpu"), experts=False, step_bytes=64)
+    convert(model)
     for rows, name, other in ((16, "aligned", "ragged"), (17, "ragged", "aligned")):
         products = getattr(model.extra, f"mm_config_{name}")
         assert [p.pad_inner_dim for p in products] == [False, True, rows == 17]
@@ -115,7 +119,7 @@ def test_a_row_in_fp8_does_not_depend_on_others_where_the_scale_is_known_beforeh
     """A scale that is the largest number of all rows would round a row otherwise beside a larger
     one."""
     model = awake(small_config())
-    convert_to_fp8(model, torch.device("cpu"), experts=False, step_bytes=64)
+    convert(model)
     attention = model.prelude[0].attention
     generator = torch.Generator().manual_seed(0)
     for linear, alone_is_the_same in ((attention.q_a_proj, True), (attention.o_proj, False)):
@@ -143,6 +147,6 @@ def test_evaluation_does_not_use_fp8():
 
     trained = logits(training=True)
     evaluated = logits(training=False)
-    convert_to_fp8(model, torch.device("cpu"), experts=True, step_bytes=ids.numel())
+    convert(model, experts=True, step_bytes=ids.numel())
     assert not torch.equal(logits(training=True), trained)
     assert torch.equal(logits(training=False), evaluated)

@@ -13,46 +13,53 @@ from spider.common import TooLarge, UsageError
 SM_75_ON = ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120"]  # PyTorch 2.13's for CUDA 13
 
 
-def test_a_driver_without_a_visible_gpu_is_reported_with_both_versions():
-    assert machine.why_no_gpu(None, 12040) is None
-    assert machine.why_no_gpu("13.0", 0) is None
-    line = machine.why_no_gpu("12.8", 12040)
-    assert "CUDA 12.8, " in line and "supports CUDA 12.4: look at nvidia-smi" in line
-
-
-@pytest.mark.parametrize(
-    "capability, architectures, runs",
-    (
-        ((7, 0), SM_75_ON, False),  # V100
-        ((8, 9), SM_75_ON, True),
-        ((8, 0), ["sm_86"], False),
-        ((12, 1), ["sm_90a", "compute_120"], True),
-        ((9, 0), ["compute_100f"], False),
-    ),
+# versions of CUDA, of this PyTorch and of the driver
+NO_GPU = (
+    ("13.0", 0, None),
+    ("13.0", 12040, "CUDA 13.0, .*supports CUDA 12.4: update the driver .*580"),
+    ("12.8", 12040, "CUDA 12.8, .*supports CUDA 12.4: look at nvidia-smi"),
 )
-def test_a_gpu_runs_code_of_its_generation_or_compiles_that_of_an_earlier_one(
-    capability, architectures, runs
+
+
+@pytest.mark.parametrize("made_for, driver, obstacle", NO_GPU)
+def test_a_driver_without_a_visible_gpu_is_refused_with_both_versions(
+    monkeypatch, made_for, driver, obstacle
 ):
-    line = machine.why_no_code(capability, architectures)
-    assert (line is None) == runs
-    if not runs:
-        assert f"{capability[0]}.{capability[1]}, only for {architectures[0]}" in line
+    monkeypatch.setattr("torch.version.cuda", made_for)
+    monkeypatch.setattr(machine, "cuda_of_driver", lambda: driver)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    check_device("cpu", obstacle)
 
 
-def test_a_gpu_or_driver_that_torch_cannot_use_is_refused_with_the_remedy(monkeypatch):
-    monkeypatch.setattr("torch.version.cuda", "13.0")
-    monkeypatch.setattr(machine, "cuda_of_driver", lambda: 12040)
-    monkeypatch.setattr("torch.cuda.get_arch_list", lambda: SM_75_ON)
-    for capability, obstacle in (
-        (None, "CUDA 13.0, .*supports CUDA 12.4: update the driver .*580"),
-        ((7, 0), "no code for .*--device cpu"),
-    ):
-        monkeypatch.setattr("torch.cuda.is_available", lambda gpu=capability: gpu is not None)
-        monkeypatch.setattr("torch.cuda.get_device_capability", lambda gpu=capability: gpu)
-        for name in ("auto", "cuda"):
-            with pytest.raises(UsageError, match=f"--device {name}: .*{obstacle}"):
-                machine.resolve_device(name)
-        assert machine.resolve_device("cpu").type == "cpu"
+# a GPU's compute capability, and what this PyTorch has code for
+GPUS = (
+    ((7, 0), SM_75_ON, "no code for .* 7.0, only for sm_75, "),  # V100
+    ((8, 9), SM_75_ON, None),
+    ((8, 0), ["sm_86"], "no code for "),
+    ((12, 1), ["sm_90a", "compute_120"], None),
+    ((9, 0), ["compute_100f"], "no code for "),
+)
+
+
+@pytest.mark.parametrize("capability, architectures, obstacle", GPUS)
+def test_a_gpu_runs_code_of_its_generation_or_compiles_that_of_an_earlier_one(
+    monkeypatch, capability, architectures, obstacle
+):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda: capability)
+    monkeypatch.setattr("torch.cuda.get_arch_list", lambda: architectures)
+    check_device("cuda", obstacle)
+
+
+def check_device(chosen: str, obstacle: str | None):
+    """Check what --device auto chooses, or that it is refused like --device cuda."""
+    assert machine.resolve_device("cpu").type == "cpu"
+    if obstacle is None:
+        assert machine.resolve_device("auto").type == chosen
+        return
+    for name in ("auto", "cuda"):
+        with pytest.raises(UsageError, match=f"--device {name}: .*{obstacle}.*--device cpu"):
+            machine.resolve_device(name)
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ from train import StepSettings, accumulate, train_step
 
 @pytest.mark.parametrize("backend, dtype", (("loop", "float32"), ("grouped", "bfloat16")))
 def test_muon_keeps_idle_experts_and_adapters_of_unused_loops(backend, dtype):
-    """Their weights and their momentum; the rest of the stack moves, and so do they later."""
+    """Their weights and their momentum; the rest of the stack moves."""
     model = awake(small_config(n_loops=3))
     model.set_backend(backend)
     model.compute_dtype = getattr(torch, dtype)
@@ -52,9 +52,6 @@ def test_muon_keeps_idle_experts_and_adapters_of_unused_loops(backend, dtype):
         is_idle = i == idle[p]
         assert torch.equal(weight, after[p, i][0]) == is_idle, (p.shape, i)
         assert torch.equal(momentum, after[p, i][1]) == is_idle, (p.shape, i)
-    moe.expert_bias[1] = 0
-    for key, (weight, _) in step(n_loops=3).items():
-        assert not torch.equal(weight, after[key][0])
 
 
 def orthogonalize_the_only_matrix(world):
