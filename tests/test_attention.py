@@ -32,9 +32,7 @@ def attend_alone(qkv: torch.Tensor, window: int) -> torch.Tensor:
     "dtype,atol", ((torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 0.03)), ids=str
 )
 @pytest.mark.parametrize("window", (0, 1, 24))
-@pytest.mark.parametrize(
-    "lengths", LENGTHS, ids=lambda lengths: f"{len(lengths)} documents up to {max(lengths)}"
-)
+@pytest.mark.parametrize("lengths", LENGTHS)
 def test_documents_attend_together_as_alone_in_value_and_gradient(lengths, window, dtype, atol):
     rows = sum(lengths)
     cu_seqlens = F.pad(torch.tensor(lengths).cumsum(0), (1, 0)).to(torch.int32)
@@ -54,17 +52,16 @@ def test_documents_attend_together_as_alone_in_value_and_gradient(lengths, windo
     torch.testing.assert_close(grad.double(), expected_grad, rtol=0, atol=4 * atol)
 
 
-@pytest.mark.parametrize("documents", (1, 2))
 @pytest.mark.parametrize("window", (0, 1, 3, 8))
 @pytest.mark.parametrize("step_lengths", ([1] * 23, [9, 1, 1, 7, 5], [23]))
-def test_a_cache_with_a_window_keeps_only_that_and_masks_the_rest(step_lengths, window, documents):
-    """One document, or two side by side, of which the second starts five rows later."""
+def test_a_cache_with_a_window_keeps_only_that_and_masks_the_rest(step_lengths, window):
+    """Of two documents side by side the second starts five rows later."""
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn(documents, 30, 4, dtype=torch.float64, generator=generator)
-    q = torch.randn(documents, 30, 2, 4, dtype=torch.float64, generator=generator)
-    buffer = torch.zeros(1, 1, documents, 1, 4, dtype=torch.float64)
-    before = torch.zeros(documents, dtype=torch.int64)
-    for rows in ([5, 0][:documents], *([n] * documents for n in step_lengths)):
+    x = torch.randn(2, 30, 4, dtype=torch.float64, generator=generator)
+    q = torch.randn(2, 30, 2, 4, dtype=torch.float64, generator=generator)
+    buffer = torch.zeros(1, 1, 2, 1, 4, dtype=torch.float64)
+    before = torch.zeros(2, dtype=torch.int64)
+    for rows in ([5, 0], *([n, n] for n in step_lengths)):
         lengths = torch.tensor(rows)
         cu_seqlens = F.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
         packing = Packing.build(

@@ -1,4 +1,4 @@
-"""The benchmark: its command line, its tables, and that a step that it times is a whole one."""
+"""The benchmark: its tables, and that a step that it times is a whole one."""
 
 import json
 import re
@@ -9,18 +9,13 @@ import torch
 
 import bench
 from conftest import SMALL as SIZES
-from conftest import refused, weights_of
+from conftest import weights_of
 from spider import machine, optim
 from spider.distributed import World
 from spider_model import Spider
 
 SMALL = ["--device=cpu", "--seq_len=32", "--micro_batch=2"]
 SMALL_1B = [*SMALL, "--model=1b", "--n_loops=2", f"--set={SIZES}"]
-
-
-def test_a_bad_flag_is_one_line_before_anything_is_measured(capsys):
-    argv = [*SMALL, "--onlly=machine"]
-    assert "the nearest is --only" in refused(argv, capsys, program="bench.py", main=bench.main)
 
 
 def test_a_step_is_a_whole_one_and_leaves_the_weights_as_they_were(monkeypatch):

@@ -122,6 +122,7 @@ PARSERS = {
         ("train.py --lr=--", "--lr: -- is not a value"),
         ("train.py --sample_prompt -x", "(one that begins with - as --NAME=VALUE)"),
         ("data.py prepare a --output b", "use --out; see python data.py prepare --help"),
+        ("bench.py --onlly=machine", "the nearest is --only"),
     ),
 )
 def test_a_bad_command_line_names_what_to_give(command, remedy):

@@ -14,6 +14,8 @@ from spider import curves
 from spider.common import UsageError
 from spider.curves import draw_curves
 
+figure = pytest.importorskip("matplotlib.figure")
+
 # --------------------------------------------------------------------------------------------------
 # What is drawn
 
@@ -29,12 +31,11 @@ def curves_of(**quantities) -> curves.Curves:
 @pytest.fixture
 def panels(monkeypatch, tmp_path):
     """Draw runs; return the panels by title, which are not rendered."""
-    figure = pytest.importorskip("matplotlib.figure").Figure
 
     def draw(*runs: curves.Curves) -> dict:
         figures = []
         with monkeypatch.context() as patch:
-            patch.setattr(figure, "savefig", lambda figure, *_, **__: figures.append(figure))
+            patch.setattr(figure.Figure, "savefig", lambda figure, *_, **__: figures.append(figure))
             labels = [f"run {number}" for number in range(len(runs))]
             draw_curves(tmp_path / "out.png", labels, [*runs])
         texts = figures[0].legends[0].texts
@@ -92,7 +93,6 @@ def test_a_panel_has_an_average_in_a_band_of_percentiles_and_validation_as_circl
 @pytest.fixture
 def curves_are_drawn(monkeypatch):
     """Undo that conftest lets tests draw nothing."""
-    pytest.importorskip("matplotlib")
     monkeypatch.setattr(curves, "draw_curves", draw_curves)
 
 
@@ -132,7 +132,6 @@ def test_runs_are_labelled_by_their_directories_or_as_the_command_says(
         draw_curves(out, labels, runs)
 
     monkeypatch.setattr(curves, "draw_curves", draw)
-    pytest.importorskip("matplotlib")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert curves.main(["out.png", "a", "x=y", "_漢=x=y"]) == 0
@@ -140,7 +139,6 @@ def test_runs_are_labelled_by_their_directories_or_as_the_command_says(
 
 
 def test_a_command_without_runs_or_with_one_that_has_no_steps_is_refused(trained):
-    pytest.importorskip("matplotlib")
     for argv, error in (([], "usage"), ([str(trained), "a=gone"], "gone: there is no")):
         with pytest.raises(UsageError, match=error):
             curves.main(["out.png", *argv])

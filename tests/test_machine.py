@@ -79,24 +79,30 @@ def test_a_gpu_that_is_untried_or_unused_is_logged(monkeypatch, new_log, present
     assert line in new_log()
 
 
-def test_a_precision_that_a_gpu_lacks_is_refused_with_one_that_it_has(monkeypatch):
+# a GPU's compute capability, what --precision auto is there, and what to use for others
+PRECISIONS = (
+    ((7, 5), "fp32", dict(bf16="fp32", fp8="auto")),
+    ((8, 0), "bf16", dict(fp8="auto")),
+    ((8, 9), "bf16", {}),
+)
+
+
+@pytest.mark.parametrize("capability, auto, refused", PRECISIONS)
+def test_a_precision_that_a_gpu_lacks_is_refused_with_one_that_it_has(
+    monkeypatch, capability, auto, refused
+):
     gpu = torch.device("cuda")
-    # which this one only emulates
-    monkeypatch.setattr(
-        "torch.cuda.is_bf16_supported", lambda including_emulation=True: including_emulation
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda _: capability)
+    monkeypatch.setattr(  # the oldest one only emulates bf16
+        "torch.cuda.is_bf16_supported",
+        lambda including_emulation=True: including_emulation or auto == "bf16",
     )
-    monkeypatch.setattr("torch.cuda.get_device_capability", lambda _: (7, 5))
-    assert machine.resolve_precision("auto", gpu)[0] == "fp32"
-    for precision, remedy in (("bf16", "fp32"), ("fp8", "auto")):
+    assert machine.resolve_precision("auto", gpu)[0] == auto
+    for precision, remedy in refused.items():
         with pytest.raises(UsageError, match=f"--precision {precision}: .*--precision {remedy}"):
             machine.resolve_precision(precision, gpu)
-    monkeypatch.setattr("torch.cuda.is_bf16_supported", lambda **_: True)
-    monkeypatch.setattr("torch.cuda.get_device_capability", lambda _: (8, 0))
-    assert machine.resolve_precision("auto", gpu)[0] == "bf16"
-    with pytest.raises(UsageError, match="--precision fp8"):
-        machine.resolve_precision("fp8", gpu)
-    monkeypatch.setattr("torch.cuda.get_device_capability", lambda _: (8, 9))
-    assert machine.resolve_precision("fp8", gpu)[0] == "fp8"
+    if not refused:
+        assert machine.resolve_precision("fp8", gpu)[0] == "fp8"
 
 
 def test_a_run_leaves_the_callers_handlers_and_the_next_one_is_not_deterministic(new_log):

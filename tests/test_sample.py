@@ -12,13 +12,13 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
 import sample
 import spider_model
 from conftest import ROOT, final_state, metrics, refused
+from preparing import write_shard
 from spider.common import LIMITS
 from spider.inference import decoder_of, read_checkpoint
 from spider_model import Spider
@@ -274,8 +274,7 @@ def test_files_are_scored_by_their_bytes_each_document_from_bos(trained, tmp_pat
 
 def write_ids(path: Path, *documents: bytes):
     """Write a shard of documents."""
-    ids = [i for document in documents for i in (BOS_ID, *document, EOS_ID)]
-    np.array(ids, "<u2").tofile(path)
+    write_shard(path, [i for document in documents for i in (BOS_ID, *document, EOS_ID)])
 
 
 def test_a_table_has_a_row_per_checkpoint_text_and_number_of_loops(
@@ -305,7 +304,6 @@ def test_bits_per_character_divide_by_code_points_and_bytes_that_are_not_utf8(
     documents = ("aé漢🕸".encode(), b"\xff\xe6\xbc", "漢".encode()[:1], "漢字".encode())
     characters = 4 + 3 + 1 + 2
     data = tmp_path / "data"
-    data.mkdir()
     for name in ("train-0.bin", "val-0.bin"):
         write_ids(data / name, *documents)
     file, directory = figures(trained, "--eval", data / "val-0.bin", data)
@@ -333,7 +331,7 @@ def files(trained, tmp_path, monkeypatch) -> Path:
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty.txt").write_text("")
     (tmp_path / "no.jsonl").write_text('{"a": 1}\n')
-    np.array([97], "<u2").tofile(tmp_path / "one.bin")
+    write_shard(tmp_path / "one.bin", [97])
     return tmp_path
 
 

@@ -44,14 +44,11 @@ def test_a_changed_byte_changes_no_logit_before_it_and_none_of_another_document(
 
 
 @EVERY_VARIANT
-def test_documents_and_rows_have_the_logits_together_that_they_have_apart(changes):
+def test_documents_have_the_logits_together_that_they_have_apart(changes):
     model = awake(small_config(**changes)).eval()
     ids = documents(21, 43, seed=5)
     apart = [logits_of(model, part)[0] for part in (ids[:, :21], ids[:, 21:])]
     assert_close(logits_of(model, ids)[0], torch.cat(apart))
-    rows = text(4, 32, seed=6)
-    order = [2, 0, 3, 1]
-    assert_close(logits_of(model, rows[order]), logits_of(model, rows)[order])
 
 
 @pytest.mark.parametrize("training", (True, False))
@@ -142,7 +139,6 @@ DTYPES = (
     (torch.bfloat16, torch.float64),
     (torch.float32, torch.float16),
     (torch.float32, torch.bfloat16),
-    (torch.float32, torch.float64),
     (torch.float64, torch.float32),
 )
 

@@ -212,7 +212,6 @@ def test_nan_scores_give_nan_in_their_rows_alone_and_valid_indices(backend, kern
     assert (route(nan, torch.zeros(32), K, backend)[0] < 32).all()
     score = torch.randn(N, E)
     score[4] = math.nan
-    score[9, 2] = math.inf
     score.requires_grad_()
     topk_idx, topk_weights = route(score, torch.zeros(E), K, backend)
     assert ((topk_idx >= 0) & (topk_idx < E)).all()
@@ -221,9 +220,7 @@ def test_nan_scores_give_nan_in_their_rows_alone_and_valid_indices(backend, kern
     assert aux_loss.isnan()
     x, _, w_gate_up, w_down = operands(torch.float32)
     y = moe_forward(x, topk_idx, topk_weights, w_gate_up, w_down, backend)
-    spoiled = {*y.isnan().any(1).nonzero().flatten().tolist()}
-    # the expert of an infinite score may not be chosen
-    assert spoiled in ({4}, {4, 9})
+    assert y.isnan().any(1).nonzero().flatten().tolist() == [4]
     (y.sum() + aux_loss).backward()
     assert score.grad[4].isnan().all()
 
