@@ -44,17 +44,18 @@ def wait(device: torch.device):
 
 
 def times_of(
-    function: Callable[[], object], device: torch.device, repetitions: int = 9, warm_up: int = 2
+    function: Callable[[], object], device: torch.device, repetitions: int = 9
 ) -> list[float]:
-    """Return the sorted times of calls in ms, each until the device has finished."""
+    """Return the sorted times of calls in ms, each until the device has finished. Two calls before
+    them warm up."""
     times = []
-    for _ in range(warm_up + repetitions):
+    for _ in range(2 + repetitions):
         wait(device)
         start = time.perf_counter()
         function()
         wait(device)
         times.append(1e3 * (time.perf_counter() - start))
-    return sorted(times[warm_up:])
+    return sorted(times[2:])
 
 
 def print_table(title: str, rows: dict[str, object]):

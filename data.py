@@ -140,16 +140,15 @@ class Stream:
         import torch
 
         spans = list(zip(start.tolist(), stop.tolist(), strict=True))
-        ids = np.full((len(spans), seq_len + 1), PAD_ID, np.uint16)
-        for row, (begin, end) in zip(ids, spans, strict=True):
-            row[: end - begin + 1] = self.read(begin, end + 1)
-        if ids.max() >= VOCAB_SIZE:
+        input_ids = np.full((len(spans), seq_len), PAD_ID)
+        labels = input_ids.copy()
+        for row, (begin, end) in enumerate(spans):
+            ids = self.read(begin, end + 1)
+            input_ids[row, : end - begin] = ids[:-1]
+            labels[row, : end - begin] = ids[1:]
+        if max(input_ids.max(), labels.max()) >= VOCAB_SIZE:
             for begin, end in spans:
                 self.check(begin, end + 1)
-        input_ids = ids[:, :-1].astype(np.int64)
-        labels = ids[:, 1:].astype(np.int64)
-        beyond_window = np.arange(seq_len) >= (stop - start)[:, None]  # [n, seq_len]
-        input_ids[beyond_window] = PAD_ID  # in a short window, id `stop` is among the inputs
         labels[labels == PAD_ID] = IGNORED
         return torch.from_numpy(input_ids), torch.from_numpy(labels)
 
@@ -168,10 +167,10 @@ def find_shards(directory: str) -> dict[str, ShardEntry | None]:
         )
     paths = files_below(os.path.normpath(directory))
     entries = {}
-    for folder in sorted({os.path.dirname(path) for path in paths}):
-        metadata = os.path.join(folder, METADATA)
-        if os.path.lexists(metadata):
-            for entry in read_metadata(metadata):
+    for path in paths:
+        folder, file = os.path.split(path)
+        if file == METADATA:
+            for entry in read_metadata(path):
                 entries[os.path.join(folder, entry.name)] = entry
     for path in sorted(entries.keys() - set(paths)):
         raise DataError(f"{path}: missing, though metadata.json lists it")

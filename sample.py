@@ -49,7 +49,6 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from data import Shard, Source, Stream, map_shard, open_source, validation_sets
@@ -61,7 +60,6 @@ from spider.common import (
     integer,
     one_line,
     path_name,
-    quoted,
     read_whole,
     real,
     refuse_address,
@@ -83,7 +81,7 @@ from spider.inference import (
     read_checkpoint,
     score_windows,
 )
-from spider.inputs import naming
+from spider.inputs import naming, uncompressed_name
 from spider.inspect import show
 from spider.machine import (
     keep_freed_memory,
@@ -297,8 +295,6 @@ def loops_of(args: argparse.Namespace, saved: dict) -> list[int]:
 # --------------------------------------------------------------------------------------------------
 # Evaluation
 
-COUNTED = 1 << 20  # ids of a text that are decoded at once, to count characters
-
 Text = Stream | Source  # a file, or a prepared directory
 
 
@@ -315,27 +311,19 @@ def open_text(name: str, field: str) -> Text:
 
 
 def read_ids(name: str, field: str) -> Stream:
-    """Return the ids of a text file, or of JSON with a document in each record. They are written to
-    an unnamed temporary file, and mapped."""
-    kind = KINDS.get(Path(name).suffix.lower(), "document")
-    if kind == "table" or name.lower().endswith((".gz", ".zst")):
-        raise DataError(
-            f"{name}: prepare it first, by python data.py prepare {quoted(name)} --val_fraction 0 "
-            f"--out DIR, then --eval DIR/train-00000.bin"
-        )
+    """Return the ids of a text file, or of JSON or a table with a document in each record. They are
+    written to a temporary file, and mapped."""
+    kind = KINDS.get(Path(uncompressed_name(name)).suffix, "document")
     documents = Documents(field, val_fraction=0.0, strict=True, binary=True)
-    scratch = tempfile.gettempdir()
-    with tempfile.TemporaryFile(dir=scratch) as file, naming(scratch):
-        for _, pieces in documents.read(Input(name, kind), Path(scratch)):
-            file.write(ShardWriter.BOS.data)
-            for piece in pieces:
-                file.write(np.frombuffer(piece, np.uint8).astype("<u2").data)
-            file.write(ShardWriter.EOS.data)
-        if not file.tell():
+    with tempfile.TemporaryDirectory() as directory, naming(directory):
+        writer = ShardWriter(Path(directory), "text", sys.maxsize)
+        for _, text in documents.read(Input(name, kind), writer.folder):
+            writer.write(text)
+        writer.finish_shard()
+        if not writer.entries:
             raise DataError(f"{name}: no document in it")
-        file.flush()
-        ids = np.memmap(file, "<u2", "r").view(np.ndarray)
-    return Stream([Shard(name, ids)])
+        shard = map_shard(os.path.join(directory, writer.entries[0].name))
+    return Stream([Shard(name, shard.ids)])
 
 
 def figures_of(
@@ -397,9 +385,7 @@ def score_text(
         ((ids, labels),) = validation_sets([text], seq_len, eval_tokens).values()
         batches = zip(ids.split(batch), labels.split(batch), strict=True)
         totals = score_model(model, batches, n_loops, World({}, model.embed_tokens.device))
-    starts = range(1, len(stream), COUNTED)  # nothing predicts the first id
-    pieces = (stream.read(start, min(start + COUNTED, len(stream))) for start in starts)
-    return totals, count_characters(pieces, special)
+    return totals, count_characters(stream, special)
 
 
 def evaluate_texts(args: argparse.Namespace, names: list[str], model_class: type[Spider]):

@@ -9,7 +9,6 @@ without installing Spider, and its code does not change. The code runs only with
 checkpoint.py reads weights and config.json back without executing code.
 """
 
-import ast
 import json
 import math
 import os
@@ -28,7 +27,6 @@ from spider.run import read_lines
 from spider.vocabulary import BOS_ID, EOS_ID, PAD_ID
 
 ADAPTER = "modeling_spider"
-PROJECT = ("spider", "spider_model", "tile_moe")  # what the adapter may import
 
 
 def write_export(path: Path, saved: dict, directory: str):
@@ -231,51 +229,24 @@ tables, which have most of the parameters. To train these too, run the project's
 # imports of project modules are rewritten: `from spider.config import X` becomes
 # `from .config import X`. All other text is kept.
 
+PROJECT_IMPORT = re.compile(r"^( *)from (spider\.\w+|spider_model|tile_moe) import\b", re.MULTILINE)
+
 
 def flat_modules(name: str) -> dict[str, str]:
     """Return the texts of a module, given by its dotted name, and of all project modules that it
-    imports, by file name.
+    imports, by file name. Imports are followed recursively, including those in functions and for
+    type checkers."""
 
-    Imports are followed recursively, including those in functions and for type checkers. Raise
-    ValueError if two modules have the same file name, or an import is not `from module import
-    name`."""
+    def relative(statement: re.Match) -> str:
+        indentation, module = statement.groups()
+        return f"{indentation}from .{module.rpartition('.')[2]} import"
+
     texts: dict[str, str] = {}
     modules = [name]
     for module in modules:  # grows in the loop
-        file = f"{module.rpartition('.')[2]}.py"
-        if file in texts:
-            raise ValueError(f"{module}: another module is also named {file}")
         path = (ROOT / module.replace(".", "/")).with_suffix(".py")
-        texts[file], imported = with_relative_imports(path)
-        modules += [other for other in imported if other not in modules]
+        text = path.read_text(encoding="utf-8")
+        imported = [other for _, other in PROJECT_IMPORT.findall(text)]
+        modules += sorted(set(imported) - set(modules))
+        texts[path.name] = PROJECT_IMPORT.sub(relative, text)
     return texts
-
-
-def with_relative_imports(path: Path) -> tuple[str, list[str]]:
-    """Return a module's text with relative imports of project modules, and the unique names of
-    these."""
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-    imported: dict[str, None] = {}  # an ordered set
-    for node in ast.walk(ast.parse("".join(lines))):
-        if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            names = ["." * node.level + (node.module or "")]
-        else:
-            continue
-        ours = [name for name in names if name.split(".")[0] in ("", *PROJECT)]
-        if not ours:
-            continue
-        name = ours[0]
-        is_module = (ROOT / f"{name.replace('.', '/')}.py").is_file()
-        if isinstance(node, ast.Import) or not is_module:
-            raise ValueError(
-                f"{path}:{node.lineno}: exported modules must import project modules by "
-                f"`from module import name`"
-            )
-        flat_name = name.rpartition(".")[2]
-        pattern = rf"\bfrom {re.escape(name)} import\b"
-        line = lines[node.lineno - 1]
-        lines[node.lineno - 1] = re.sub(pattern, f"from .{flat_name} import", line, count=1)
-        imported[name] = None
-    return "".join(lines), list(imported)

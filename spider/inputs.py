@@ -14,6 +14,7 @@ import csv
 import gzip
 import io
 import json
+import os
 import reprlib
 import sys
 import tempfile
@@ -84,27 +85,22 @@ def open_input(path: str, scratch: Path) -> IO[bytes]:
     """
     if path == "-":
         return copy_of(sys.stdin.buffer, path, scratch)
-    file = open(path, "rb", MIB)
-    name = path.lower()
-    if file.seekable() and (not name.endswith(COMPRESSIONS) or is_pointer(file)):
+    file = io.BufferedReader(io.FileIO(path), MIB)
+    _, extension = os.path.splitext(path.lower())
+    if file.peek().startswith(GIT_LFS):
+        extension = ""  # it is not compressed; its caller refuses it by any name
+    if file.seekable() and extension not in COMPRESSIONS:
         return file
     stream: IO[bytes] = file
-    if name.endswith(".gz"):
+    if extension == ".gz":
         stream = gzip.GzipFile(fileobj=file)  # type: ignore[assignment]  # is no IO to mypy
-    elif name.endswith(".zst"):
+    elif extension == ".zst":
         with any_error_as_data_error(path):
             import pyarrow
 
             stream = pyarrow.CompressedInputStream(file, "zstd")
     with file:
         return copy_of(stream, path, scratch)
-
-
-def is_pointer(file: IO[bytes]) -> bool:
-    """Tell whether a file is a Git LFS pointer; its caller refuses one by any name."""
-    head = file.read(len(GIT_LFS))
-    file.seek(0)
-    return head == GIT_LFS
 
 
 def copy_of(stream: IO[bytes], path: str, scratch: Path) -> IO[bytes]:
@@ -155,27 +151,20 @@ def fault_of(head: bytes, is_text: bool) -> str | None:
 def json_records(path: str, file: IO[bytes]) -> Iterator[object]:
     """Yield the records of a .json file.
 
-    The records are its lines, unless the file begins with an array or an object that takes several
-    lines, or is an array alone. Then the whole file is read, and the records are the elements of
-    the array, or the values that follow one another.
+    If the first of several lines is JSON by itself, the records are the lines. Else the whole file
+    is read, and the records are the elements of an array, or the values that follow one another.
     """
     start = file.tell()
     not_blank = filter(bytes.strip, bounded_lines(file, "record"))
     lines = list(islice(not_blank, 2))
     file.seek(start)
-    first = b"".join(lines[:1]).lstrip()
-    is_array = first.startswith(b"[")
-    if is_array:
-        are_lines = is_json(first) and len(lines) == 2
-    else:
-        are_lines = any(map(is_json, lines)) or not first.startswith(b"{")
-    if are_lines:
+    if len(lines) == 2 and is_json(lines[0]):
         yield from bounded_lines(file, "record")
         return
     # `datasets` would change texts: a date such as 2020-01-01 becomes a time
     with any_error_as_data_error(path):  # there may be too little memory
         text = file.read().strip().decode(errors="surrogateescape")
-    closing = "]" if is_array else ""
+    closing = "]" if text.startswith("[") else ""
     position = len(closing)  # after the bracket that opens an array
     decoder = json.JSONDecoder()
     with suppress(ValueError, RecursionError):

@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from loguru import logger
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
@@ -37,7 +38,7 @@ from spider.export import facts_of
 from spider.layers import rms_norm
 from spider.memory import OutputEngram
 from spider.vocabulary import BOS_ID
-from spider_model import Spider
+from spider_model import LayerOutput, RecurrentBlock, Spider
 
 TEMPLATE = Path(__file__).with_name("page.html")
 LONGEST = 1 << 20  # maximum bytes of a text, for a page that a browser can open
@@ -72,33 +73,24 @@ class Record:
         self.ends: list[bool] = []  # by id, whether it ends a segment
         self.loops: list[int] = []  # by finished segment
         self.load: dict[Visit, Tensor] = {}  # tokens per expert, [E]
-        self.gates: dict[Visit, dict[int, float]] = {}  # Engram's gates, by segment
+        # Engram's gates, of each pass [segments], NaN for one that had halted
+        self.gates: dict[Visit, list[Tensor]] = defaultdict(list)
         # gates and votes before the head by name, of each pass [ids], NaN for no vote
         self.rows: dict[str, list[Tensor]] = defaultdict(list)
-        # This pass's segments
-        self.core_rows = range(0)
-        self.first_segment = 0  # number of that in the first of these rows
+        self.core_rows = slice(0)  # of this pass's segments
         self.loop = -1
-        self.running: dict[int, int] = {}  # rows that have not halted before this loop, by segment
 
     def __enter__(self) -> "Record":
         engram = self.model.engram_output
         if engram is not None:
-            self.hooks.append(engram.gate.register_forward_hook(self._record_byte_gates))
-            if engram.votes is not None:
-                self.hooks.append(engram.register_forward_hook(self._record_votes))
+            self.hooks.append(engram.register_forward_hook(self._record_bytes))
         core = self.model.core
         if core is not None:
             self.model.boundaries = self._record_boundaries  # type: ignore[assignment]
-            self.drop_halted = core.drop_halted
             core.drop_halted = False  # so that a segment is in the same row in every loop
-            self.hooks.append(core.layers[0].register_forward_pre_hook(self._begin_loop))
             for i, layer in enumerate(core.layers):
-                route = partial(self._record_load, i)
-                self.hooks.append(layer.register_forward_hook(route))
-                if isinstance(layer.engram, nn.Module):
-                    recall = partial(self._record_gates, i)
-                    self.hooks.append(layer.engram.register_forward_hook(recall))
+                hook = partial(self._record_visit, i)
+                self.hooks.append(layer.register_forward_hook(hook))
         return self
 
     def __exit__(self, *_):
@@ -106,73 +98,59 @@ class Record:
             hook.remove()
         if self.model.core is not None:
             del self.model.boundaries  # the class's method again
-            self.model.core.drop_halted = self.drop_halted
+            self.model.core.drop_halted = None
 
-    def _add_rows(self, names: list[str], values: Tensor):
-        """Record a value for each id of this pass, [M, names]."""
-        new = values[self.context :].float().cpu()
-        for name, row in zip(names, new.T, strict=True):
-            self.rows[name].append(row)
-
-    def _record_byte_gates(self, gate: nn.Module, args: tuple, logits: Tensor):
-        """Hook after a gate [M, orders and match contexts] of the Engram before the head."""
+    def _record_bytes(self, engram: OutputEngram, args: tuple, output: Any):
+        """Hook after the Engram before the head."""
+        x, packed = args
+        state = rms_norm(x)
         config = self.model.config
         names = [f"{context}, learned" for context in config.engram_byte_contexts]
         if config.matches_before_head:
             names += [f"{context}, in the text" for context in config.engram_match_contexts]
-        self._add_rows(names, logits.sigmoid())
-
-    def _record_votes(self, engram: OutputEngram, args: tuple, output: Any):
-        """Hook after the Engram before the head."""
-        x, packed = args
-        config = self.model.config
-        _, weights = engram.cast_votes(rms_norm(x), packed.matches)
-        # a context's votes are adjacent, the newest occurrence first; a vote for no byte weighs 0
-        newest = weights[:, :: config.engram_votes]
-        names = [f"{context}, its vote" for context in config.engram_match_contexts]
-        self._add_rows(names, newest.masked_fill(newest == 0, math.nan))
+        values = engram.gate(state).sigmoid()
+        if engram.votes is not None:
+            names += [f"{context}, its vote" for context in config.engram_match_contexts]
+            _, weights = engram.cast_votes(state, packed.matches)
+            # a context's votes are adjacent, the newest first; a vote for no byte weighs 0
+            newest = weights[:, :: config.engram_votes]
+            values = torch.cat((values, newest.masked_fill(newest == 0, math.nan)), dim=1)
+        new = values[self.context :].float().cpu()
+        for name, row in zip(names, new.T, strict=True):
+            self.rows[name].append(row)
 
     def _record_boundaries(self, *args) -> Tensor:
         """Take the place of the model's `boundaries`."""
         b = type(self.model).boundaries(self.model, *args)
         ends = (b > 0).tolist()
-        self.core_rows = range(sum(ends[: self.context]), sum(ends))
-        self.first_segment = len(self.loops)
+        new_ends = ends[self.context :]
+        self.core_rows = slice(sum(ends) - sum(new_ends), sum(ends))
         self.loop = -1
-        self.ends += ends[self.context :]
-        self.loops += [0] * len(self.core_rows)
+        self.ends += new_ends
+        self.loops += [0] * sum(new_ends)
         return b
 
-    def _begin_loop(self, layer: nn.Module, args: tuple):
-        """Find the segments that had not halted before this loop: a hook before the core's first
-        layer."""
-        x, _, _, active = args[:4]
-        is_running = [True] * len(x)
-        if active.running is not None:
-            is_running = active.running.tolist()
-        self.loop += 1
-        self.running = {}
-        for row in self.core_rows:
-            if is_running[row]:
-                segment = self.first_segment + row - self.core_rows.start
-                self.running[segment] = row
-                self.loops[segment] += 1
-
-    def _record_gates(self, i: int, engram: Any, args: tuple, output: Any):
-        """Hook after the Engram of layer i of the core."""
-        h, recalled = args[:2]
-        gate = engram.gate(h, recalled.key).flatten().tolist()
-        for segment, row in self.running.items():
-            self.gates.setdefault((i, self.loop), {})[segment] = gate[row]
-
-    def _record_load(self, i: int, layer: nn.Module, args: tuple, output: Any):
+    def _record_visit(self, i: int, layer: RecurrentBlock, args: tuple, output: LayerOutput):
         """Hook after layer i of the core."""
-        _, routing, _ = output
-        if routing.topk_idx is not None and self.running:
-            chosen = routing.topk_idx[list(self.running.values())].flatten()
-            tokens = chosen.bincount(minlength=self.model.config.n_routed_experts).cpu()
-            visit = (i, self.loop)
+        x, _, recalled, active = args[:4]
+        is_running = torch.ones(len(x), dtype=torch.bool)
+        if active.running is not None:
+            is_running = active.running.cpu()
+        is_running = is_running[self.core_rows]
+        if i == 0:
+            self.loop += 1
+            first_segment = len(self.loops) - len(is_running)
+            for segment, runs in enumerate(is_running.tolist(), first_segment):
+                self.loops[segment] += runs
+        visit = (i, self.loop)
+        topk_idx = output.routing.topk_idx
+        if topk_idx is not None and is_running.any():
+            chosen = topk_idx.cpu()[self.core_rows][is_running].flatten()
+            tokens = chosen.bincount(minlength=self.model.config.n_routed_experts)
             self.load[visit] = self.load.get(visit, 0) + tokens
+        if layer.engram is not None:
+            gate = layer.engram.gate(x, recalled.key).flatten().float().cpu()
+            self.gates[visit].append(gate[self.core_rows].masked_fill(~is_running, math.nan))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -212,14 +190,14 @@ def read(model: Spider, text: bytes, n_loops: int) -> Analysis:
             logits = model(window[None], n_loops=n_loops).logits[0, record.context :]
             labels = ids[done + 1 : done + 1 + len(logits)]
             # the last id of the text has logits, but no label
-            log_p = logits[: len(labels)].log_softmax(-1)  # [bytes, vocab_size]
-            if not log_p.isfinite().all():
+            labelled = logits[: len(labels)]  # [bytes, vocab_size]
+            nats = F.cross_entropy(labelled, labels, reduction="none")
+            if not nats.isfinite().all():
                 raise FloatingPointError(
                     "the model's logits are not finite numbers: its weights are ruined"
                 )
-            log_p_label = log_p.gather(1, labels[:, None]).flatten()
-            bits += (-log_p_label / math.log(2)).tolist()
-            top = log_p.exp().topk(LIKELIEST)
+            bits += (nats / math.log(2)).tolist()
+            top = labelled.softmax(-1).topk(LIKELIEST)
             likeliest += top.indices.flatten().tolist()
             rounded = (100 * top.values).round().int()
             percent += rounded.flatten().tolist()
@@ -395,10 +373,8 @@ def page_data(analysis: Analysis, model: Spider, run: list[str]) -> dict[str, An
 
 def levels_of(values: Tensor, limits: tuple[float, ...]) -> str:
     """Return the shade of each value as a digit, a space for NaN."""
-    levels = torch.bucketize(values.contiguous(), torch.tensor(limits), right=True)
-    digits = levels + ord("0")
-    codes = digits.masked_fill(values.isnan(), ord(" "))
-    return bytes(codes.tolist()).decode()
+    digits = [" " if math.isnan(value) else str(bisect(limits, value)) for value in values.tolist()]
+    return "".join(digits)
 
 
 def gate_rows(analysis: Analysis) -> list[dict[str, str]]:
@@ -406,11 +382,11 @@ def gate_rows(analysis: Analysis) -> list[dict[str, str]]:
     level of each byte, a space where there is no gate or vote."""
     record = analysis.record
     values = {name: torch.cat(passes)[1:] for name, passes in record.rows.items()}  # without BOS
-    for (layer, loop), gate_of in sorted(record.gates.items()):
-        by_segment = torch.full((len(record.loops) + 1,), math.nan)  # one may be unfinished
-        for segment, gate in gate_of.items():
-            by_segment[segment] = gate
-        values[f"layer {layer + 1}, loop {loop + 1}"] = by_segment[analysis.segment]
+    unfinished = torch.tensor([math.nan])  # the last segment may be
+    for (layer, loop), passes in sorted(record.gates.items()):
+        by_segment = torch.cat([*passes, unfinished])
+        if not by_segment.isnan().all():
+            values[f"layer {layer + 1}, loop {loop + 1}"] = by_segment[analysis.segment]
     rows = []
     for name, row in values.items():
         shades = "votes" if name.endswith("vote") else "gates"

@@ -75,11 +75,11 @@ class Input(NamedTuple):
     path: str
     kind: str  # a value of KINDS, or document (of --ext), stdin, hub
 
-    def size(self) -> int | None:
-        """Return how many bytes will be read, None if that is not known before."""
+    def size(self) -> int:
+        """Return how many bytes will be read, 0 if that is not known before."""
         is_compressed = self.path.lower().endswith(COMPRESSIONS)
         if self.kind == "table" or is_compressed or not os.path.isfile(self.path):
-            return None
+            return 0
         return os.path.getsize(self.path)
 
 
@@ -242,8 +242,6 @@ def guess_kind(head: bytes) -> str:
 class ShardWriter:
     """Write the shards of a split into a folder, each of `shard_ids` ids but the last."""
 
-    BOS = np.array([BOS_ID], "<u2")
-    EOS = np.array([EOS_ID], "<u2")
     name: str  # of the unfinished shard
     file: IO[bytes]
 
@@ -255,14 +253,13 @@ class ShardWriter:
         self.n_ids = 0  # in the unfinished shard, like the digest
         self.new_documents = 0  # that began after the last finished shard
 
-    def write(self, text: Iterable[bytes], progress: ProgressBar):
-        """Write a document, given the pieces of its text; `progress` counts its bytes."""
-        self._append(self.BOS)
+    def write(self, text: Iterable[bytes]):
+        """Write a document, given the pieces of its text."""
+        self._append(np.array([BOS_ID], "<u2"))
         self.new_documents += 1
         for piece in text:
             self._append(np.frombuffer(piece, np.uint8).astype("<u2"))
-            progress.add(len(piece))
-        self._append(self.EOS)
+        self._append(np.array([EOS_ID], "<u2"))
 
     def _append(self, ids: np.ndarray):
         """Append ids to the unfinished shard, and to further ones where it is full."""
@@ -366,13 +363,18 @@ def write_shards(
     """Write the documents of all inputs; return a writer for each split."""
     writers = {split: ShardWriter(folder, split, shard_ids) for split in SPLITS}
     sizes = [source.size() for source in inputs]
-    total = 0 if None in sizes else sum(size or 0 for size in sizes)
-    progress = ProgressBar("prepare", total)
+    progress = ProgressBar("prepare", sum(sizes) if all(sizes) else 0)
+
+    def counted(text: Iterable[bytes]) -> Iterator[bytes]:
+        for piece in text:
+            yield piece
+            progress.add(len(piece))
+
     end = 0  # bytes of the inputs up to this one
     for source, size in zip(inputs, sizes, strict=True):
         for split, text in documents.read(source, folder):
-            writers[split].write(text, progress)
-        end += size or 0
+            writers[split].write(counted(text))
+        end += size
         # Only texts were counted: add the rest of JSON lines.
         progress.add(max(0, end - progress.done))
     for writer in writers.values():

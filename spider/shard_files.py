@@ -87,33 +87,27 @@ def read_metadata(path: str) -> list[ShardEntry]:
     values = metadata.get("shards")
     if not isinstance(values, list):
         raise DataError(f"{path}: has no list of shards; {remedy}")
-    entries = []
     for number, value in enumerate(values):
-        invalid = invalid_field(value)
-        if invalid is not None:
-            raise DataError(f"{path}: shard {number} has no valid {invalid}; {remedy}")
-        fields = {field: value.get(field) for field in ShardEntry._fields}
-        entries.append(ShardEntry(**fields))
-    return entries
+        if not is_entry(value):
+            raise DataError(
+                f"{path}: shard {number} has no valid name, split, ids or sha256; {remedy}"
+            )
+    return [ShardEntry(*map(value.get, ShardEntry._fields)) for value in values]
 
 
-def invalid_field(entry: object) -> str | None:
-    """Return the first field of an entry that is missing or invalid, None if all are valid.
-
-    `entry` is a JSON value of a file that anyone may have written. A name is that of a .bin file in
-    or below the directory of metadata.json, so that no entry leads out of it.
-    """
-    if not isinstance(entry, dict):
-        return "entry"
-    name = entry.get("name")
-    if not isinstance(name, str) or not SHARD_NAME.fullmatch(name):
-        return "name"
-    if entry.get("split") not in SPLITS:
-        return "split"
-    ids = entry.get("ids")
-    if type(ids) is not int or not 0 < ids < 1 << 62:  # True is an int, too
-        return "ids"
-    sha256 = entry.get("sha256")
-    if not isinstance(sha256, str) or not re.fullmatch("[0-9a-f]{64}", sha256):
-        return "sha256"
-    return None
+def is_entry(value: object) -> bool:
+    """Return whether a JSON value is an entry that can be used, since anyone may have written the
+    file. Its name is that of a .bin file in or below the directory of metadata.json, so that no
+    entry leads out of it."""
+    if not isinstance(value, dict):
+        return False
+    name = value.get("name")
+    ids = value.get("ids")
+    return (
+        isinstance(name, str)
+        and SHARD_NAME.fullmatch(name) is not None
+        and value.get("split") in SPLITS
+        and isinstance(ids, int)
+        and ids > 0
+        and isinstance(value.get("sha256"), str)
+    )

@@ -187,7 +187,6 @@ JSON_LAYOUTS = {
     "with a byte order mark": BOM_UTF8 + b'[{"text": "one"}, {"text": "two"}]',
     "objects over several lines": b'{\n"text": "one"\n}\n{\n"text":\n"two"}\n',
     "lines, the first one a list": b'["three"]\n{"text": "one"}\n{"text": "two"}',
-    "lines, the first one cut": b'{"text": "o\n{"text": "one"}\n{"text": "two"}',
     "an array of one line after another": b'[{"text": "one"},\n{"text": "two"}\n]',
     "bad elements": b'[{"text": "one"}, null, 5, {"text": null}, {"text": "\xff"}, {"text": '
     b'"\\ud800"}, "two"]',

@@ -19,6 +19,7 @@ import sample
 import spider_model
 from conftest import ROOT, final_state, metrics, refused
 from preparing import write_shard
+from spider import inference
 from spider.common import LIMITS
 from spider.inference import decoder_of, read_checkpoint
 from spider_model import Spider
@@ -197,13 +198,11 @@ def test_a_better_checkpoint_than_the_newest_is_named(trained, tmp_path, capsys)
 
     save(1, loss=1.25, best=1.25)
     save(3, loss=1.5, best=1.25)
-    assert (
-        "spider-step1.pt has the lowest validation loss, 1.2500 nats per byte (the newest has "
-        "1.5000): to use it, add --best\n"
-    ) in lines()
+    hint = "spider-step1.pt has the lowest validation loss, 1.2500 nats per byte: to use it, add"
+    assert f"{hint} --best\n" in lines()
     assert "spider-step1.pt: lowest validation loss" in lines("--best")
     save(3, loss=None, best=1.25)
-    assert "(the newest was not evaluated)" in lines()
+    assert hint in lines()
     (tmp_path / "spider-step1.pt").unlink()
     assert "--best" not in lines()  # the best one was deleted
 
@@ -300,7 +299,7 @@ def test_a_table_has_a_row_per_checkpoint_text_and_number_of_loops(
 def test_bits_per_character_divide_by_code_points_and_bytes_that_are_not_utf8(
     trained, tmp_path, figures, monkeypatch
 ):
-    monkeypatch.setattr(sample, "COUNTED", 2)  # ids: a character lies in two pieces or three
+    monkeypatch.setattr(inference, "COUNTED", 2)  # ids: a character lies in two pieces or three
     documents = ("aé漢🕸".encode(), b"\xff\xe6\xbc", "漢".encode()[:1], "漢字".encode())
     characters = 4 + 3 + 1 + 2
     data = tmp_path / "data"
@@ -358,7 +357,6 @@ def files(trained, tmp_path, monkeypatch) -> Path:
         ("run --eval no.jsonl", "no.jsonl:1: without a text in 'text': it has a: --field NAME"),
         ("run --eval empty", "empty: "),
         ("run --eval one.bin", "one.bin: no byte to predict"),
-        ("run --eval a.txt.gz", "prepare it first, by python data.py prepare a.txt.gz"),
         ("none --eval a.txt --json no/out", "no/out: No such file"),
         ("run --export empty.txt", "exists and is not an empty directory: use another name"),
     ),
