@@ -36,7 +36,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache
 from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -220,9 +220,7 @@ class Source:
 
     def __str__(self) -> str:
         n_val = f"{len(self.val):,}" if len(self.val) else "no"
-        folders = {os.path.dirname(shard.path) for shard in self.train.shards}
-        where = f"{len(folders)} folders of {self.name}" if len(folders) > 1 else self.name
-        line = f"data: {len(self.train):,} training and {n_val} validation ids in {where}"
+        line = f"data: {len(self.train):,} training and {n_val} validation ids in {self.name}"
         if self.held_out:
             line += " (the end of its data, held out: it has no validation shard)"
         return line
@@ -380,24 +378,6 @@ def shares(weights: Sequence[float], total: int) -> list[int]:
     return out
 
 
-@lru_cache(maxsize=4)
-def deal(seed: int, counts: tuple[int, ...], block: int) -> tuple[np.ndarray, np.ndarray]:
-    """Deal the slots of a block to the sources, in random order. counts: slots of each source.
-
-    Return for each slot the number of its source, in the order of --data_dir, and how many slots
-    before it in the block have the same source; int64 [slots]."""
-    ends = np.cumsum(counts)
-    slots = np.arange(ends[-1])
-    shuffled = permute(slots, len(slots), key(seed, 0, np.full_like(slots, block)))
-    # Of the shuffled numbers, the lowest counts[0] are the first source's, and so on.
-    source = np.searchsorted(ends, shuffled, side="right")
-    # Where each slot stands if they are sorted by source and then by slot.
-    sorted_position = np.empty_like(slots)
-    sorted_position[np.argsort(source, kind="stable")] = slots
-    starts = ends - counts
-    return source, sorted_position - starts[source]
-
-
 class Windows(NamedTuple):
     """Result of step 2 of the order; [n]."""
 
@@ -458,7 +438,7 @@ class Loader:
         self.windows = -(-self.targets // seq_len)
         self.counts = np.array(shares([source.weight for source in sources], block))
         self.share = self.counts / block  # the exact fraction of the sequences
-        self.deal = partial(deal, seed, tuple(self.counts.tolist()))
+        self.deal = lru_cache(maxsize=4)(self._deal)
         # With seed and seq_len, these decide which sequences a step reads; by key of a checkpoint.
         self.mixture = dict(targets=self.targets.tolist(), shares=self.share.tolist())
         for source, targets, count in zip(sources, self.targets, self.counts, strict=True):
@@ -485,13 +465,13 @@ class Loader:
     def rows(self, g: np.ndarray) -> tuple[Tensor, Tensor]:
         """Return sequences g [n] as (input_ids, labels), int64 [n, seq_len]. Labels are shifted;
         those that are IGNORED do not count."""
-        start, stop = self._cut_spans(self._pick_windows(*self._pick_sources(g)))
+        start, stop = self._cut_spans(self._pick_windows(g))
         return self.stream.rows(start, stop, self.seq_len)
 
     def locate(self, g: int) -> tuple[int, int, str]:
         """Return where the text of sequence g is: the number of its source, the source's epoch, and
         file and byte offset of the first id."""
-        windows = self._pick_windows(*self._pick_sources(np.array([g])))
+        windows = self._pick_windows(np.array([g]))
         start, _ = self._cut_spans(windows)
         offset = self.stream.where(int(start[0]))
         return int(windows.source[0]), int(windows.epoch[0]), offset
@@ -509,6 +489,20 @@ class Loader:
         weight, rounded down."""
         return int(self.counts @ self.epochs(g)) // self.block
 
+    def _deal(self, block: int) -> tuple[np.ndarray, np.ndarray]:
+        """Deal the slots of a block to the sources, in random order.
+
+        Return for each slot the number of its source, in the order of --data_dir, and how many
+        slots before it in the block have the same source; int64 [slots]."""
+        slots = np.arange(self.block)
+        shuffled = permute(slots, self.block, key(self.seed, 0, np.full_like(slots, block)))
+        # Of the shuffled numbers, the lowest counts[0] are the first source's, and so on.
+        source = np.searchsorted(np.cumsum(self.counts), shuffled, side="right")
+        before = np.empty_like(slots)
+        for number, count in enumerate(self.counts):
+            before[source == number] = np.arange(count)
+        return source, before
+
     def _pick_sources(self, g: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Step 1: return the source of sequences g [n], and the number of that source's sequences
         before each, in all epochs; int64 [n]."""
@@ -523,8 +517,9 @@ class Loader:
             position[in_block] = number * self.counts[sources[slots]] + positions[slots]
         return source, position
 
-    def _pick_windows(self, source: np.ndarray, position: np.ndarray) -> Windows:
+    def _pick_windows(self, g: np.ndarray) -> Windows:
         """Step 2: find the epoch of each sequence, and permute the epoch's windows."""
+        source, position = self._pick_sources(g)
         windows = self.windows[source]
         epoch, position_in_epoch = np.divmod(position, windows)
         epoch_key = key(self.seed, 1 + source, epoch)
@@ -673,8 +668,6 @@ class Feed:
 # --------------------------------------------------------------------------------------------------
 # verify and show
 
-IDS_AT_A_TIME = 1 << 20  # how many ids of a shard are verified at once
-
 
 def verify(directory: str):
     """Check the shards of a directory. Print each that is damaged, and raise DataError if there is
@@ -684,10 +677,11 @@ def verify(directory: str):
     damaged = 0
     for path, entry in shards.items():
         try:
-            verify_shard(path, entry, progress)
+            verify_shard(path, entry)
         except DataError as error:
             note(str(error))
             damaged += 1
+        progress.add(os.path.getsize(path))
     if damaged:
         raise DataError(f"{directory}: {damaged:,} of {len(shards):,} shards are damaged")
     say(f"{directory}: {len(shards):,} shards are valid")
@@ -696,16 +690,12 @@ def verify(directory: str):
         say(f"{unlisted:,} of them are not in a metadata.json: only their format was checked")
 
 
-def verify_shard(path: str, entry: ShardEntry | None, progress: ProgressBar):
+def verify_shard(path: str, entry: ShardEntry | None):
     """Check size, ids and checksum of a shard. Raise DataError if it is damaged."""
-    stream = Stream([map_shard(path, entry)])
-    digest = hashlib.sha256()
-    for start in range(0, len(stream), IDS_AT_A_TIME):
-        stop = min(start + IDS_AT_A_TIME, len(stream))
-        stream.check(start, stop)
-        digest.update(stream.read(start, stop).data)
-        progress.add(ID_BYTES * (stop - start))
-    if entry is not None and digest.hexdigest() != entry.sha256:
+    shard = map_shard(path, entry)
+    stream = Stream([shard])
+    stream.check(0, len(stream))
+    if entry is not None and hashlib.sha256(shard.ids.data).hexdigest() != entry.sha256:
         raise DataError(
             f"{path}: altered: its SHA-256 does not match metadata.json; copy or prepare it again"
         )

@@ -25,10 +25,10 @@ context, and the next input follows it directly.
 
 --eval prints bits per byte, and bits per character where these differ. For a directory of shards it
 evaluates the validation data like training (val_bpb). BOS and EOS count there. For a file it
-predicts every byte, the first one of a document from BOS; only bytes count. Each record of .jsonl
-and .json is a document, as is each document in a .bin shard; any other file is one. Windows of
---seq_len bytes advance by half. So each byte has at least half a window of context, or all of its
-document so far.
+predicts every byte, the first one of a document from BOS; only bytes count. Each record of .jsonl,
+.json and a table is a document, as is each document in a .bin shard; any other file is one. Windows
+of --seq_len bytes advance by half. So each byte has at least half a window of context, or all of
+its document so far.
 """
 
 from spider.common import start_script
@@ -51,7 +51,7 @@ from typing import Any
 
 import torch
 
-from data import Shard, Source, Stream, map_shard, open_source, validation_sets
+from data import Source, Stream, map_shard, open_source, validation_sets
 from spider.common import (
     DataError,
     Parser,
@@ -60,9 +60,7 @@ from spider.common import (
     integer,
     one_line,
     path_name,
-    read_whole,
     real,
-    refuse_address,
     run_program,
     say,
 )
@@ -86,8 +84,8 @@ from spider.inspect import show
 from spider.machine import (
     keep_freed_memory,
     memory_advice,
-    multiplies_bf16,
     resolve_device,
+    resolve_precision,
     start_log,
 )
 from spider.prepare import KINDS, Documents, Input, ShardWriter
@@ -219,26 +217,29 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     return args
 
 
-# The flags that one command alone reads, by command; "" is talking
-READ_BY = {
-    "": "prompt bytes temperature top_k top_p no_repeat_ngram_size samples seed stop no_echo raw",
-    "eval": "json field seq_len batch precision adapt",
-    "show": "html",
+# The flags that each command reads, besides --best; "" is talking
+READS = {
+    "": "n_loops device prompt bytes temperature top_k top_p no_repeat_ngram_size samples seed "
+    "stop no_echo raw",
+    "eval": "n_loops device json field seq_len batch precision adapt",
+    "show": "n_loops device html",
+    "export": "",
 }
 
 
 def refuse_unread_flags(parser: Parser, args: argparse.Namespace):
     """Raise UsageError for a flag that the command would not read."""
-    given = {name for name, value in vars(args).items() if value != parser.get_default(name)}
-    command = next((name for name in ("eval", "show", "export") if name in given), "")
-    for reader, names in READ_BY.items():
-        unread = [name for name in names.split() if name in given]
-        if unread and reader != command:
-            remedy = f"needs --{reader}" if reader else f"cannot be used with --{command}"
-            parser.error(f"--{unread[0]} {remedy}")
-    if command == "export" and given & {"n_loops", "device"}:
-        parser.error("--n_loops and --device cannot be used with --export")
-    if args.adapt and given & {"seq_len", "batch"}:
+    given = [name for name, value in vars(args).items() if value != parser.get_default(name)]
+    command = next((name for name in given if name in READS), "")
+    read = {"checkpoint", "best", command, *READS[command].split()}
+    for name in given:
+        if name in read:
+            continue
+        if command:
+            parser.error(f"--{name} cannot be used with --{command}")
+        reader = next(reader for reader, names in READS.items() if name in names.split())
+        parser.error(f"--{name} needs --{reader}")
+    if args.adapt and (args.seq_len or args.batch):
         parser.error("--seq_len and --batch cannot be used with --adapt, which reads in chunks")
     several = len(args.checkpoint) > 1 or len(args.n_loops or ()) > 1
     if several and command != "eval":
@@ -261,10 +262,7 @@ def bytes_to_continue(prompt: str | None) -> bytes | None:
     if os.isatty(0):
         return None if sys.stdout.isatty() else b""
     with open(0, "rb", closefd=False) as stdin:
-        try:
-            return read_whole(stdin, "prompt")
-        except ValueError as fault:
-            raise UsageError(f"standard input: {fault}") from None
+        return stdin.read()
 
 
 def talk(args: argparse.Namespace, name: str, model_class: type[Spider]):
@@ -300,7 +298,6 @@ Text = Stream | Source  # a file, or a prepared directory
 
 def open_text(name: str, field: str) -> Text:
     """Open a directory of shards as a source, any other file as a stream of ids."""
-    refuse_address(name)
     if os.path.isdir(name):
         return open_source(name, 1.0)
     if not name.endswith(".bin"):
@@ -320,10 +317,8 @@ def read_ids(name: str, field: str) -> Stream:
         for _, text in documents.read(Input(name, kind), writer.folder):
             writer.write(text)
         writer.finish_shard()
-        if not writer.entries:
-            raise DataError(f"{name}: no document in it")
-        shard = map_shard(os.path.join(directory, writer.entries[0].name))
-    return Stream([Shard(name, shard.ids)])
+        shards = [map_shard(os.path.join(directory, entry.name)) for entry in writer.entries]
+    return Stream(shards)
 
 
 def figures_of(
@@ -335,9 +330,7 @@ def figures_of(
     device = resolve_device(args.device)
     if device.type == "cpu":
         keep_freed_memory()
-    precision = args.precision
-    if precision == "auto":
-        precision = "bf16" if multiplies_bf16(device) else "fp32"
+    precision, _ = resolve_precision(args.precision, device)
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     for name in names:
         path, saved = read_checkpoint(name, model_class)
@@ -435,7 +428,10 @@ def main(argv: list[str] | None = None, model_class: type[Spider] = Spider) -> i
         names = args.checkpoint
         if args.best:
             names = [best_of(name) for name in names]
-        with memory_advice(advice_of(args)):
+        with memory_advice(
+            "lower --samples or --bytes, with --eval --batch or --seq_len, or use a machine with "
+            "more memory"
+        ):
             if args.eval:
                 evaluate_texts(args, names, model_class)
             elif args.export is not None and model_class is not Spider:
@@ -454,15 +450,6 @@ def main(argv: list[str] | None = None, model_class: type[Spider] = Spider) -> i
                 talk(args, names[0], model_class)
 
     return run_program(command, "sample.py")
-
-
-def advice_of(args: argparse.Namespace) -> str:
-    """Return what to do where memory is short."""
-    if args.samples > 1:
-        return "lower --samples or --bytes"
-    if args.eval and not args.adapt:
-        return "lower --batch or --seq_len"
-    return "use a machine with more memory"
 
 
 if __name__ == "__main__":

@@ -83,8 +83,7 @@ def check_holds_checkpoints(directory: Path):
     newest first."""
     if checkpoint_paths(directory):
         return
-    below = [*directory.glob("*/spider-step*.pt"), *directory.glob("*/*/spider-step*.pt")]
-    below.sort(key=os.path.getmtime, reverse=True)
+    below = sorted(directory.rglob("spider-step*.pt"), key=os.path.getmtime, reverse=True)
     runs = list(dict.fromkeys(quoted(path.parent) for path in below))
     remedy = "name another, or train first"
     if runs:
@@ -158,7 +157,7 @@ class Sampler:
         """Feed ids to a state with one row; return the logits of the next byte, [1, vocab_size]."""
         pieces = torch.tensor([ids], device=self.model.embed_tokens.device).split(PIECE, dim=1)
         with self.model.cast_weights_once():
-            for piece in pieces:
+            for piece in pieces:  # the logits of a long text would not fit into memory
                 logits = self.model.step(piece, state)  # [1, n, vocab_size]
         return logits[:, -1]
 
@@ -445,7 +444,7 @@ class Adaptation:
         table row's steps. Raise CheckpointError if it has none."""
         tables = tables_of(model)
         accumulators = saved.get("optimizer_state_dict", {}).get("engram")
-        if not tables or not accumulators or not saved.get("bytes_seen") or not saved["step"]:
+        if not tables or not accumulators or not saved.get("bytes_seen"):
             raise CheckpointError(
                 "--adapt needs a model with Engram tables and their optimizer state: use a "
                 "checkpoint that train.py wrote (an export has no optimizer state)"

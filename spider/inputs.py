@@ -278,7 +278,7 @@ def text_of(record: object, field: str) -> bytes | Fault | None:
         if not record.strip():
             return None
         try:
-            record = json.loads(record.decode("utf-8-sig"))
+            record = json.loads(record)
         except (ValueError, RecursionError):
             return Fault("not JSON in UTF-8")
     text = record

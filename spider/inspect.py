@@ -33,8 +33,9 @@ from loguru import logger
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from spider.common import DataError, ProgressBar, durable, one_line, printable
+from spider.common import DataError, durable, one_line, printable
 from spider.export import facts_of
+from spider.inference import progress_bar
 from spider.layers import rms_norm
 from spider.memory import OutputEngram
 from spider.vocabulary import BOS_ID
@@ -177,7 +178,7 @@ def read(model: Spider, text: bytes, n_loops: int) -> Analysis:
 
     Raise FloatingPointError for a non-finite logit."""
     ids = torch.tensor([BOS_ID, *text], device=model.embed_tokens.device)
-    progress = ProgressBar("reading", len(ids)) if sys.stderr.isatty() else None
+    progress = progress_bar("reading", len(ids))
     bits: list[float] = []
     likeliest: list[int] = []
     percent: list[int] = []
@@ -260,8 +261,8 @@ def facts(analysis: Analysis) -> list[str]:
 # --------------------------------------------------------------------------------------------------
 # In a terminal
 
-# (text, background) of 256 colours, as in the color map "inferno", for any terminal theme
-SHADES = ((252, 234), (255, 53), (255, 89), (255, 125), (16, 166), (16, 208), (16, 220), (16, 229))
+# backgrounds of 256 colors, as in the color map "inferno", for any terminal theme
+SHADES = (234, 53, 89, 125, 166, 208, 220, 229)
 SMALL_DIGITS = str.maketrans("0123456789", "⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
@@ -272,8 +273,9 @@ def paint(text: str, style: str, colour: bool) -> str:
 
 def shade(bits: float) -> str:
     """Return the style of a character with that surprise."""
-    text, background = SHADES[bisect(BITS, bits)]
-    return f";38;5;{text};48;5;{background}"
+    level = bisect(BITS, bits)
+    text = 255 if level < 4 else 16  # white on dark shades, black on bright ones
+    return f";38;5;{text};48;5;{SHADES[level]}"
 
 
 def in_terminal(analysis: Analysis, colour: bool) -> Iterator[str]:

@@ -29,7 +29,7 @@ logging.disable(level)
 from spider.config import SpiderConfig
 from spider.decode import DecodingState
 from spider.memory import EngramTable
-from spider.packing import check_ids, document_cu_seqlens
+from spider.packing import document_cu_seqlens
 from spider.vocabulary import BOS_ID, EOS_ID, PAD_ID
 from spider_model import Spider
 
@@ -233,7 +233,7 @@ class SpiderForCausalLM(PreTrainedModel, GenerationMixin):
 
     def forward(
         self,
-        input_ids: Tensor | None = None,
+        input_ids: Tensor,
         attention_mask: Tensor | None = None,
         labels: Tensor | None = None,
         cache: SpiderCache | None = None,
@@ -263,11 +263,6 @@ class SpiderForCausalLM(PreTrainedModel, GenerationMixin):
         for name, value in others.items():
             if value is not None and value is not False:
                 raise ValueError(f"{name} is not available in Spider")
-        if input_ids is None:
-            raise ValueError("input_ids is missing")
-        check_ids("input_ids", input_ids)
-        if labels is not None:
-            check_ids("labels", labels, *input_ids.shape)
         if n_loops is None:
             n_loops = self.config.n_loops
         if cache is not None or use_cache:
@@ -362,11 +357,8 @@ def without_padding(input_ids: Tensor, attention_mask: Tensor | None) -> tuple[T
 
 def check_mask(attention_mask: Tensor, input_ids: Tensor):
     """Raise ValueError unless the mask has the shape of input_ids, and contiguous ones."""
-    if attention_mask.shape == input_ids.shape:
-        starts = F.pad(attention_mask != 0, (1, 1)).int().diff(dim=1) > 0
-        has_holes = (starts.sum(1) > 1).any()
-        if not has_holes:
-            return
-    raise ValueError(
-        "attention_mask must have the shape of input_ids, with contiguous ones in each row"
-    )
+    starts = F.pad(attention_mask != 0, (1, 1)).int().diff(dim=-1) > 0
+    if attention_mask.shape != input_ids.shape or (starts.sum(-1) > 1).any():
+        raise ValueError(
+            "attention_mask must have the shape of input_ids, with contiguous ones in each row"
+        )

@@ -8,7 +8,6 @@ split of each. `ShardWriter` writes the documents of a split. How a format is re
 """
 
 import dataclasses
-import errno
 import hashlib
 import json
 import os
@@ -291,7 +290,7 @@ class ShardWriter:
 
     def totals(self) -> dict[str, int]:
         """Count ids and documents, by key of metadata.json."""
-        documents = sum(entry.documents or 0 for entry in self.entries)
+        documents = sum(entry.documents for entry in self.entries)
         return dict(ids=sum(entry.ids for entry in self.entries), documents=documents)
 
 
@@ -307,7 +306,6 @@ def prepare(arguments: Sequence[str], out: Path, documents: Documents, shard_ids
         inputs += documents.find(argument)
     out.mkdir(parents=True, exist_ok=True)
     folder = out / UNFINISHED
-    entries: list[ShardEntry] = []
     with locked(out):
         shutil.rmtree(folder, ignore_errors=True)
         if (out / METADATA).exists() or any(out.rglob("*.bin")):
@@ -318,8 +316,7 @@ def prepare(arguments: Sequence[str], out: Path, documents: Documents, shard_ids
                 writers = write_shards(inputs, folder, documents, shard_ids)
                 totals = {writer.split: writer.totals() for writer in writers}
                 report(arguments, documents, totals)
-                for writer in writers:
-                    entries += writer.entries
+                entries = [entry for writer in writers for entry in writer.entries]
                 metadata = dict(
                     vocab_size=VOCAB_SIZE,
                     dtype="uint16",
@@ -338,15 +335,9 @@ def prepare(arguments: Sequence[str], out: Path, documents: Documents, shard_ids
                 for entry in entries:
                     os.replace(folder / entry.name, out / entry.name)
                 sync(out)
-        except BaseException as error:
-            for name in (METADATA, *(entry.name for entry in entries)):
-                (out / name).unlink(missing_ok=True)
-            if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-                raise DataError(
-                    f"{error.filename}: {error.strerror}: shards take two bytes for each byte of "
-                    "text, and compressed or piped inputs are copied first; make room, or use "
-                    "another --out"
-                ) from None
+        except BaseException:
+            for left in (out / METADATA, *out.glob("*.bin")):
+                left.unlink(missing_ok=True)
             raise
         finally:
             shutil.rmtree(folder, ignore_errors=True)

@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable
 from typing import NamedTuple
 
-from spider.common import DataError, read_whole
+from spider.common import DataError
 from spider.vocabulary import VOCAB_SIZE
 
 SPLITS = ("train", "val")
@@ -26,7 +26,7 @@ class ShardEntry(NamedTuple):
     name: str  # relative to metadata.json
     split: str  # one of SPLITS
     ids: int
-    documents: int | None  # for people: it is written, but not checked when it is read
+    documents: int  # for people: it is written, but not checked when it is read
     sha256: str  # the file's, in hexadecimal digits
 
 
@@ -79,7 +79,7 @@ def read_metadata(path: str) -> list[ShardEntry]:
         raise DataError(f"{path}: not a regular file; {remedy}")
     try:
         with open(path, "rb") as file:
-            metadata = json.loads(read_whole(file, METADATA))
+            metadata = json.load(file)
     except (ValueError, RecursionError) as error:
         raise DataError(f"{path}: not JSON: {error}; {remedy}") from None
     if not isinstance(metadata, dict) or metadata.get("vocab_size") != VOCAB_SIZE:
