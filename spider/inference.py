@@ -255,8 +255,7 @@ def complete(sampler: Sampler, state: DecodingState, prompt: bytes):
     count = flags.samples
     rows = [Continuation(flags.stop) for _ in range(count)]
     logits = sampler.read(state, prompt_ids(prompt)).expand(count, -1)
-    if count > 1:
-        state = state.copy([0] * count)
+    state = state.copy([0] * count)
     echo = b"" if flags.no_echo else prompt
     for number, row in enumerate(rows, 1):
         if count > 1:
@@ -444,7 +443,7 @@ class Adaptation:
         table row's steps. Raise CheckpointError if it has none."""
         tables = tables_of(model)
         accumulators = saved.get("optimizer_state_dict", {}).get("engram")
-        if not tables or not accumulators or not saved.get("bytes_seen"):
+        if not tables or not accumulators or not saved.get("bytes_seen") or not saved["step"]:
             raise CheckpointError(
                 "--adapt needs a model with Engram tables and their optimizer state: use a "
                 "checkpoint that train.py wrote (an export has no optimizer state)"

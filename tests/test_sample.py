@@ -2,6 +2,7 @@
 them."""
 
 import builtins
+import gzip
 import itertools
 import json
 import math
@@ -254,16 +255,20 @@ def test_files_are_scored_by_their_bytes_each_document_from_bos(trained, tmp_pat
             nats = float(model(ids[:, :-1], ids[:, 1:], n_loops=2).nats_per_byte)
         bits += nats * (ids.shape[1] - 1) / math.log(2)
         (tmp_path / f"{number}.md").write_text(text)
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"words": text}) + "\n" for text in texts))
+    lines = "".join(json.dumps({"words": text}) + "\n" for text in texts)
+    (tmp_path / "a.jsonl").write_text(lines)
+    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
     write_ids(tmp_path / "a.bin", *(text.encode() for text in texts))
 
-    paths = [tmp_path / name for name in ("a.jsonl", "a.bin", "0.md", "1.md", "2.md")]
+    names = "a.jsonl b.jsonl.gz a.bin 0.md 1.md 2.md"
+    paths = [tmp_path / name for name in names.split()]
     flags = "--field words --seq_len 99 --precision fp32".split()
     by_file = figures(trained, "--eval", *paths, *flags)
     counts = [found["bytes"] for found in by_file]
     sums = [found["bytes"] * found["bits_per_byte"] for found in by_file]
-    assert counts[0] == counts[1] == sum(counts[2:]) == len("".join(texts).encode())
-    assert [*sums[:2], sum(sums[2:])] == pytest.approx([bits] * 3, rel=1e-5)
+    n_bytes = len("".join(texts).encode())
+    assert [*counts[:3], sum(counts[3:])] == [n_bytes] * 4
+    assert [*sums[:3], sum(sums[3:])] == pytest.approx([bits] * 4, rel=1e-5)
 
 
 def write_ids(path: Path, *documents: bytes):
