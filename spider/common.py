@@ -187,11 +187,7 @@ class Parser(argparse.ArgumentParser):
         """Parse a command line, or the rest of it after a command such as prepare.
 
         Raise UsageError for a word that is unknown."""
-        words = words_of(args)
-        for word in words:
-            if word.endswith("=--"):  # Python 3.11 makes the value a list
-                self.error(f"{word.removesuffix('=--')}: -- is not a value")
-        namespace, unknown = super().parse_known_args(words, namespace)
+        namespace, unknown = super().parse_known_args(words_of(args), namespace)
         if unknown:
             flags = [word for word in unknown if re.match("--?[A-Za-z]", word)]
             self.error("; ".join(map(self.describe_unknown, flags or unknown[:1])))
@@ -224,10 +220,8 @@ class Parser(argparse.ArgumentParser):
 
 def words_of(argv: Sequence[object] | None) -> list[str]:
     """Return the words of a command line, by default those of this process."""
-    if argv is None and "kernel_launcher" not in sys.argv[0]:
+    if argv is None:
         argv = sys.argv[1:]
-    if argv is None or isinstance(argv, str):  # a notebook's words are those of its kernel
-        raise UsageError('give the flags as a list, ["--seq_len", "512"]')
     return [str(word) for word in argv]
 
 
@@ -278,7 +272,7 @@ def read_toml(path: str) -> list[str]:
     words: dict[str, str] = {}
     try:
         with open(path, "rb") as file:
-            content = tomllib.loads(read_whole(file, "config file").decode())
+            content = tomllib.load(file)
         entries = list(content.items())
         for name, value in entries:  # grows in the loop
             if isinstance(value, dict):
@@ -486,7 +480,6 @@ LIMITS = {
     "record": 32 * MIB,  # a line of JSON, or a cell of CSV
     "prompt": 32 * MIB,
     "metadata.json": 32 * MIB,
-    "config file": MIB >> 6,  # a name of thousands of dotted parts takes quadratic time and memory
 }
 
 

@@ -201,7 +201,7 @@ def step(model: Any, input_ids: Tensor, state: DecodingState) -> Tensor:
     input_ids."""
     if model.training:
         raise RuntimeError("decoding needs evaluation mode: call model.eval() first")
-    check_ids("input_ids", input_ids, len(state.position), "n")
+    check_ids("input_ids", input_ids, len(state.position))
     pieces = input_ids.tensor_split(_piece_starts(input_ids), dim=1)
     with torch.inference_mode():  # 10% faster
         logits = [_read_piece(model, piece, state) for piece in pieces]
@@ -254,10 +254,8 @@ def generate(
     ids: list[int],
     max_new_bytes: int,
     temperature: float = 1.0,
-    top_k: int | None = None,
     generator: torch.Generator | None = None,
     n_loops: int | None = None,
-    top_p: float | None = None,
 ) -> Iterator[int]:
     """Yield up to max_new_bytes ids (0-255) after the prefix `ids`, until EOS; see
     `generate_batch`."""
@@ -265,7 +263,7 @@ def generate(
     with model.cast_weights_once():
         logits = model.step(torch.tensor([ids], device=model.embed_tokens.device), state)[:, -1]
     for (byte,) in model.generate_batch(
-        logits, state, max_new_bytes, temperature, top_k, top_p, generator
+        logits, state, max_new_bytes, temperature, generator=generator
     ):
         assert byte is not None  # the only row's EOS ends the loop
         yield byte

@@ -284,14 +284,10 @@ class Sharded(Sharding):
     """A model on several ranks by FSDP: this rank's rows of its parameters, and the collectives of
     training. With one shard each rank has all rows, a replica of the model."""
 
-    def __init__(
-        self, world: World, params: list[ShardedParameter], replicated: Mapping[str, Tensor]
-    ):
-        """replicated: the tables and buffers by name, which are not sharded."""
+    def __init__(self, world: World, params: list[ShardedParameter]):
         self.world = world
         self.ranks = world.ranks
         self.params = params
-        self.replicated = replicated
 
     def backward(self, model: Any, loss: Tensor, last: bool):
         model.set_requires_gradient_sync(last)
@@ -350,16 +346,14 @@ def shard_model(model: Any, world: World, grad_accum: int):
         casting = [m for m in members if hasattr(m, "cast_weight")]
         group.register_forward_pre_hook(partial(cast_weights, model, casting))
     params = []
-    replicated = dict(model.named_buffers())
     for name, p in model.named_parameters():
         if p in tables:
-            replicated[name] = p
             continue
         size = math.ceil(rows[name] / world.shards)
         bounds = [min(shard * size, rows[name]) for shard in range(world.shards + 1)]
         local = nn.Parameter(p.to_local().detach())
         params.append(ShardedParameter(name, p, local, bounds))
-    model.sharding = Sharded(world, params, replicated)
+    model.sharding = Sharded(world, params)
 
 
 def cast_weights(model: Any, modules: Iterable[Any], *_):

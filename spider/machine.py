@@ -52,8 +52,6 @@ def resolve_device(name: str) -> torch.device:
         raise UsageError(f"--device {name}: {obstacle}; or use --device cpu")
     if has_gpu:
         return torch.device("cuda")
-    if torch.backends.mps.is_available():
-        logger.info("Apple's GPU (MPS) is not used")
     return torch.device("cpu")
 
 

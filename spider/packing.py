@@ -27,22 +27,19 @@ from spider.vocabulary import BOS_ID, EOS_ID
 # Documents
 
 
-def check_ids(name: str, ids: Tensor, rows: int | str = "B", length: int | str = "T"):
-    """Raise ValueError unless ids are int64 [rows, length]; an int is a required size, a letter any
-    size above 0."""
-
-    def fits(size: int, wanted: int | str) -> bool:
-        return size == wanted if isinstance(wanted, int) else size > 0
-
-    if (
-        ids.dtype != torch.int64
-        or ids.ndim != 2
-        or not fits(ids.shape[0], rows)
-        or not fits(ids.shape[1], length)
-    ):
+def check_ids(name: str, ids: Tensor, rows: int | None = None, length: int | None = None):
+    """Raise ValueError unless ids are int64 [rows, length], not empty; None: any size."""
+    fits = (
+        ids.ndim == 2
+        and ids.numel() > 0
+        and rows in (None, ids.shape[0])
+        and length in (None, ids.shape[1])
+    )
+    if not fits or ids.dtype != torch.int64:
         dtype = str(ids.dtype).removeprefix("torch.")
         raise ValueError(
-            f"{name} must be int64 [{rows}, {length}], not empty; got {dtype} {list(ids.shape)}"
+            f"{name} must be int64 [{rows or 'B'}, {length or 'T'}], not empty; got {dtype} "
+            f"{list(ids.shape)}"
         )
 
 

@@ -283,11 +283,14 @@ def load_optimizers(sharding: Sharding, optimizers: Mapping[str, Any], states: M
             param = by_local.get(p)
             state = optimizer.state[p]
             for key, own in state.items():
-                if not isinstance(own, Tensor):
-                    state[key] = values[key]
-                    continue
-                bounds = None if param is None else row_bounds(param, key)
-                if not copy_value(own, values[key], bounds, world):
+                value = values[key]
+                if isinstance(own, Tensor):
+                    bounds = None if param is None else row_bounds(param, key)
+                    fits = copy_value(own, value, bounds, world)
+                else:  # the steps of 8-bit AdamW
+                    fits = isinstance(value, int) and 0 <= value < MOST_STEPS
+                    state[key] = value
+                if not fits:
                     misfits.append(f"{key} of {name}")
     check_all_fit(misfits, world)
 
@@ -317,7 +320,8 @@ def saved_values(
                 flat.pop(NESTED, None)
                 if flat:  # a cleared Engram table has no values
                     optimizer.make_state(params[i])
-                check_values(flat, optimizer.state[params[i]])
+                if flat.keys() != optimizer.state[params[i]].keys():
+                    raise ValueError("a parameter has other values")
                 saved[name][i] = flat
     except Exception as fault:  # whatever a foreign state provokes
         reason = str(fault).partition("\n")[0][:200]
@@ -326,16 +330,3 @@ def saved_values(
             f"before, or --reset_steps to load only the weights"
         ) from None
     return saved
-
-
-def check_values(saved: Mapping[str, Any], own: Mapping[str, Any]):
-    """Raise ValueError unless the values of a parameter are tensors and numbers of steps, with the
-    names of the run's own."""
-    if saved.keys() != own.keys():
-        raise ValueError(f"a parameter has other values than {', '.join(own)}")
-    for key, value in saved.items():
-        valid = isinstance(value, Tensor)
-        if isinstance(own[key], int):  # the steps of 8-bit AdamW
-            valid = type(value) is int and 0 <= value < MOST_STEPS
-        if not valid:
-            raise ValueError(f"{key} has a value that no run saves")

@@ -119,7 +119,6 @@ PARSERS = {
         ("train.py config/train_shakespeare_char.py --device=cpu", "by --config"),
         ("train.py --no_keep_best", "use --keep_best=False"),
         ("train.py --keep_best=1", "--keep_best: '1' is neither True nor False"),
-        ("train.py --lr=--", "--lr: -- is not a value"),
         ("train.py --sample_prompt -x", "(one that begins with - as --NAME=VALUE)"),
         ("data.py prepare a --output b", "use --out; see python data.py prepare --help"),
         ("bench.py --onlly=machine", "the nearest is --only"),
@@ -143,11 +142,7 @@ def test_names_of_other_projects_mean_flags_that_exist():
             assert not flags[script] & {f"--{name}" for name in names.split()}
 
 
-def test_flags_are_given_as_a_list_whose_numbers_are_words(monkeypatch):
-    monkeypatch.setattr("sys.argv", ["ipykernel_launcher.py", "-f", "kernel.json"])
-    for words in (None, "--seed 3"):
-        with pytest.raises(UsageError, match="give the flags as a list"):
-            sample.parse_args(words)
+def test_flags_in_a_list_may_be_numbers():
     assert sample.parse_args(["--seed", 3]).seed == 3
 
 

@@ -10,8 +10,6 @@ from loguru import logger
 from spider import machine, state
 from spider.common import TooLarge, UsageError
 
-SM_75_ON = ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120"]  # PyTorch 2.13's for CUDA 13
-
 
 # versions of CUDA, of this PyTorch and of the driver
 NO_GPU = (
@@ -31,6 +29,7 @@ def test_a_driver_without_a_visible_gpu_is_refused_with_both_versions(
     check_device("cpu", obstacle)
 
 
+SM_75_ON = ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120"]  # PyTorch 2.13's for CUDA 13
 # a GPU's compute capability, and what this PyTorch has code for
 GPUS = (
     ((7, 0), SM_75_ON, "no code for .* 7.0, only for sm_75, "),  # V100
@@ -67,7 +66,6 @@ def check_device(chosen: str, obstacle: str | None):
     (
         ("torch.version.hip", "cuda", "nothing was tried on AMD's GPUs (ROCm)"),
         ("spider.machine.cuda_of_driver", "cpu", "this PyTorch is made without CUDA"),
-        ("torch.backends.mps.is_available", "cpu", "Apple's GPU (MPS) is not used"),
     ),
 )
 def test_a_gpu_that_is_untried_or_unused_is_logged(monkeypatch, new_log, present, device, line):

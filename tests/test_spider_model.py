@@ -184,5 +184,5 @@ def test_bad_inputs_are_refused_with_the_shape_that_is_needed():
         with pytest.raises(ValueError, match=r"^labels must be int64 \[2, 8\], "):
             model(ids, bad)
     for bad in (ids[:1], ids[:, :0], ids.int()):
-        with pytest.raises(ValueError, match=r"^input_ids must be int64 \[2, n\], "):
+        with pytest.raises(ValueError, match=r"^input_ids must be int64 \[2, T\], "):
             model.step(bad, model.decoding_state(2))
