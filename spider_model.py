@@ -399,8 +399,8 @@ class RecurrentCore(nn.Module):
     def __init__(
         self,
         config: SpiderConfig,
-        block_class: type[nn.Module] = RecurrentBlock,
-        attention_class: type[nn.Module] = MLA,
+        block_class: type[nn.Module],
+        attention_class: type[nn.Module],
     ):
         super().__init__()
         self.config = config

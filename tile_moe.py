@@ -19,7 +19,6 @@ Shapes end the names of tensors, `topk_idx_NK`:
 
 import math
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any, NamedTuple
 
 from spider.config import SpiderConfig  # before torch: the package sets its threads
@@ -66,35 +65,25 @@ def resolve_backend(
 
     dtype: of the products. compiled: whether layers are.
     """
-    on_gpu = device.type == "cuda"
-    torch_loops = (
-        on_gpu and name != "loop" and config.has_experts and not multiplies_at_once(device, dtype)
-    )
-    remarks = []
     if name in KERNELS:
         obstacle = find_obstacle(name, device, config, dtype)
         if obstacle:
             raise BackendError(f"--moe_backend {name}: {obstacle}; or use --moe_backend grouped")
-    if name == "auto":
-        candidates = []
-        if torch_loops:
+    if name != "auto":
+        return name, ""
+    candidates = []
+    if device.type == "cuda" and config.has_experts:
+        if not multiplies_at_once(device, dtype):
             candidates.append("triton")
-        if on_gpu and not compiled:
+        if not compiled:
             candidates.append("tile")
-        name = "grouped"
-        for backend in candidates:
-            obstacle = find_obstacle(backend, device, config, dtype)
-            if obstacle is None:
-                name = backend
-                break
-            remarks.append(f"{KERNELS[backend]} not used: {obstacle}")
-    if torch_loops and name != "triton":
-        number = str(dtype).removeprefix("torch.")
-        remarks.append(
-            f"on this GPU torch runs {number} experts one after the other and waits for the device "
-            f"at each grouped product (docs/results/performance.md)"
-        )
-    return name, "; ".join(remarks)
+    remarks: list[str] = []
+    for backend in candidates:
+        obstacle = find_obstacle(backend, device, config, dtype)
+        if obstacle is None:
+            return backend, "; ".join(remarks)
+        remarks.append(f"{KERNELS[backend]} not used: {obstacle}")
+    return "grouped", "; ".join(remarks)
 
 
 def multiplies_at_once(device: torch.device, dtype: torch.dtype) -> bool:
@@ -181,8 +170,8 @@ def check_operations(
     yield Check("normalize_weight", their_weights_NK, weights_NK, 1e-5)
 
     counted_NK = topk_idx_NK.masked_fill(draw(0, 8, tokens, k) == 0, -1)
-    load_E = _count_slots(counted_NK, experts) * (experts / (tokens * k))
-    yield Check("aux_fi", operations().aux_fi(counted_NK, experts, k), load_E, 1e-5)
+    load_1E = _counts(counted_NK[None], experts, "grouped") * (experts / (tokens * k))
+    yield Check("aux_fi", operations().aux_fi(counted_NK, experts, k), load_1E[0], 1e-5)
 
     row_NK, expert_P, expert_end_E = assign_rows(topk_idx_NK, experts, "tile")
     # an expert's slots may have any order
@@ -251,14 +240,6 @@ def operations() -> Any:
     import tile_kernels.moe
 
     return tile_kernels.moe
-
-
-def _count_slots(topk_idx: Tensor, n_experts: int) -> Tensor:
-    """Count the slots of each expert, fp32 [E]. topk_idx: of any shape."""
-    chosen_S = topk_idx.flatten() + 1  # -1 goes to the first count, which is dropped
-    count = torch.zeros(n_experts + 1, device=chosen_S.device)
-    count.index_add_(0, chosen_S, torch.ones(len(chosen_S), device=chosen_S.device))
-    return count[1:]
 
 
 class ExpertRows(NamedTuple):
@@ -356,34 +337,26 @@ def _reduce(rows_PD: Tensor, row_NK: Tensor, tile: bool) -> Tensor:
     return F.embedding_bag(row_NK, rows_PD, mode="sum")
 
 
-class _Expand(torch.autograd.Function):
-    """Copy tokens to their rows; the gradient of a token is the sum over its rows."""
+class _Move(torch.autograd.Function):
+    """Copy tokens to their rows, or sum rows to their tokens: each is the gradient of the other."""
 
     @staticmethod
-    def forward(ctx, x_ND: Tensor, row_NK: Tensor, source_P: Tensor, tile: bool) -> Tensor:
-        ctx.save_for_backward(row_NK)
-        ctx.tile = tile
-        return _expand(x_ND, row_NK, source_P, tile)
-
-    @staticmethod
-    def backward(ctx, grad_PD: Tensor) -> tuple[Tensor, None, None, None]:
-        (row_NK,) = ctx.saved_tensors
-        return _reduce(grad_PD, row_NK, ctx.tile), None, None, None
-
-
-class _Reduce(torch.autograd.Function):
-    """Sum rows to their tokens, the transpose of _Expand."""
-
-    @staticmethod
-    def forward(ctx, rows_PD: Tensor, row_NK: Tensor, source_P: Tensor, tile: bool) -> Tensor:
+    def forward(ctx, x: Tensor, row_NK: Tensor, source_P: Tensor, tile: bool, to_rows: bool):
         ctx.save_for_backward(row_NK, source_P)
         ctx.tile = tile
-        return _reduce(rows_PD, row_NK, tile)
+        ctx.to_rows = to_rows
+        if to_rows:
+            return _expand(x, row_NK, source_P, tile)
+        return _reduce(x, row_NK, tile)
 
     @staticmethod
-    def backward(ctx, grad_ND: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx, grad: Tensor):
         row_NK, source_P = ctx.saved_tensors
-        return _expand(grad_ND, row_NK, source_P, ctx.tile), None, None, None
+        if ctx.to_rows:
+            grad = _reduce(grad, row_NK, ctx.tile)
+        else:
+            grad = _expand(grad, row_NK, source_P, ctx.tile)
+        return grad, None, None, None, None
 
 
 # --------------------------------------------------------------------------------------------------
@@ -470,7 +443,10 @@ def _counts(topk_idx_VNK: Tensor, experts: int, backend: str) -> Tensor:
     # all at once, as if every routing had its own experts
     first_expert_V = torch.arange(0, visits * experts, experts, device=topk_idx_VNK.device)
     distinct_VNK = torch.where(topk_idx_VNK < 0, -1, topk_idx_VNK + first_expert_V[:, None, None])
-    return _count_slots(distinct_VNK, visits * experts).view(visits, experts)
+    index = distinct_VNK.flatten() + 1  # -1 goes to the first count, which is dropped
+    count = torch.zeros(visits * experts + 1, device=index.device)
+    count.index_add_(0, index, torch.ones(len(index), device=index.device))
+    return count[1:].view(visits, experts)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -582,12 +558,13 @@ def moe_forward(
     Differentiable in x, topk_weights and both weights.
 
     topk_idx: int64. topk_weights: fp32. w_gate_up, w_down: in x's dtype. product: in
-    place of the backend's own. expert_rows: `assign_rows` of topk_idx, if known.
+    place of the backend's own, grouped also for `loop`. expert_rows: `assign_rows` of topk_idx, if
+    known.
     """
-    if len(x_ND) == 1 and not (x_ND.is_cuda or torch.is_grad_enabled()):
-        return _one_token(x_ND, topk_idx_NK, topk_weights_NK, w_gate_up_EDG, w_down_EFD)
-    if backend == "loop":
-        return _loop(x_ND, topk_idx_NK, topk_weights_NK, w_gate_up_EDG, w_down_EFD, product)
+    # a single token in decoding on a CPU, without sorting rows or copying weights
+    is_one_token = len(x_ND) == 1 and not (x_ND.is_cuda or torch.is_grad_enabled())
+    if is_one_token or (backend == "loop" and product is None):
+        return _loop(x_ND, topk_idx_NK, topk_weights_NK, w_gate_up_EDG, w_down_EFD)
     if product is None:
         product = PRODUCTS[backend]
     if expert_rows is None:
@@ -595,14 +572,15 @@ def moe_forward(
     row_NK, source_P, expert_end_E = expert_rows
     tile = backend == "tile"
 
-    rows_PD = _Expand.apply(x_ND, row_NK, source_P, tile)
+    rows_PD = _Move.apply(x_ND, row_NK, source_P, tile, True)
     weight_S = topk_weights_NK.to(x_ND.dtype).flatten()
     padding_P = weight_S.new_zeros(len(source_P))
     weight_P = padding_P.scatter_(0, row_NK.flatten().long(), weight_S)
     gate_PF, up_PF = product(rows_PD, w_gate_up_EDG, expert_end_E).chunk(2, dim=-1)
     # weighted where rows are narrowest
     hidden_PF = activate(gate_PF, up_PF) * weight_P[:, None]
-    return _Reduce.apply(product(hidden_PF, w_down_EFD, expert_end_E), row_NK, source_P, tile)
+    out_PD = product(hidden_PF, w_down_EFD, expert_end_E)
+    return _Move.apply(out_PD, row_NK, source_P, tile, False)
 
 
 def activate(gate: Tensor, up: Tensor) -> Tensor:
@@ -616,45 +594,17 @@ def _loop(
     topk_weights_NK: Tensor,
     w_gate_up_EDG: Tensor,
     w_down_EFD: Tensor,
-    product: GroupedProduct | None,
 ) -> Tensor:
     """Compute one expert after the other."""
-    multiply: Callable[[Tensor, Tensor], Tensor] = torch.matmul
-    if product is not None:
-        multiply = partial(_multiply_group, product)
     w_gate_EDF, w_up_EDF = w_gate_up_EDG.chunk(2, dim=-1)
     y_ND = torch.zeros_like(x_ND)
     for expert in topk_idx_NK.unique().tolist():
         token, slot = (topk_idx_NK == expert).nonzero(as_tuple=True)
         rows = x_ND[token]
-        hidden = activate(multiply(rows, w_gate_EDF[expert]), multiply(rows, w_up_EDF[expert]))
+        hidden = activate(rows @ w_gate_EDF[expert], rows @ w_up_EDF[expert])
         weight = topk_weights_NK[token, slot].to(x_ND.dtype)
-        y_ND = y_ND.index_add(0, token, multiply(hidden, w_down_EFD[expert]) * weight[:, None])
+        y_ND = y_ND.index_add(0, token, hidden @ w_down_EFD[expert] * weight[:, None])
     return y_ND
-
-
-def _one_token(
-    x_ND: Tensor,
-    topk_idx_NK: Tensor,
-    topk_weights_NK: Tensor,
-    w_gate_up_EDG: Tensor,
-    w_down_EFD: Tensor,
-) -> Tensor:
-    """Compute a single token, for decoding on a CPU, without sorting rows or copying weights."""
-    y_ND = torch.zeros_like(x_ND)
-    weights = topk_weights_NK.to(x_ND.dtype).unbind(1)
-    for expert, weight in zip(topk_idx_NK[0].tolist(), weights, strict=True):
-        gate, up = (x_ND @ w_gate_up_EDG[expert]).chunk(2, dim=-1)
-        y_ND = y_ND + activate(gate, up) @ w_down_EFD[expert] * weight
-    return y_ND
-
-
-def _multiply_group(product: GroupedProduct, rows: Tensor, weight: Tensor) -> Tensor:
-    """Multiply one expert's rows [n, D] by its weight [D, F] with a grouped product, padded to its
-    alignment."""
-    padded = F.pad(rows, (0, 0, 0, -len(rows) % ALIGNMENT))
-    end = torch.full((1,), len(padded), dtype=torch.int32, device=rows.device)
-    return product(padded, weight[None], end)[: len(rows)]
 
 
 # --------------------------------------------------------------------------------------------------

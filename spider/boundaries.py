@@ -38,21 +38,15 @@ def flexitokens_boundaries(
     otherwise it is 0.5, so that evaluation cuts as often. The gradient is straight-through to p.
 
     summed [documents] float64: in decoding, the sum of p over earlier steps. It is updated."""
-    total_M = p_M.detach().double()
-    if summed is not None and packing.longest == 1:  # one byte of each document
-        before_M = torch.zeros_like(total_M)
-        offset_M = 0.5 + summed
-        summed += total_M
-    else:
-        start_M = packing.cu_seqlens.index_select(0, packing.document)
-        total_M = total_M.cumsum(0)  # over all documents
-        before_M = F.pad(total_M, (1, -1))
-        offset_M = 0.5 - before_M.index_select(0, start_M)  # less the documents before
-        if summed is not None:
-            offset_M = offset_M + summed.index_select(0, packing.document)
-            summed.index_add_(0, packing.document, p_M.double())
-        if noise_M is not None:
-            offset_M = offset_M - 0.5 + uniform(noise_M.index_select(0, start_M))
+    total_M = p_M.detach().double().cumsum(0)  # over all documents
+    before_M = F.pad(total_M, (1, -1))
+    start_M = packing.cu_seqlens.index_select(0, packing.document)
+    offset_M = 0.5 - before_M.index_select(0, start_M)  # less the documents before
+    if summed is not None:
+        offset_M = offset_M + summed.index_select(0, packing.document)
+        summed.index_add_(0, packing.document, p_M.double())
+    if noise_M is not None:
+        offset_M = offset_M - 0.5 + uniform(noise_M.index_select(0, start_M))
     crosses_M = (total_M + offset_M).floor() > (before_M + offset_M).floor()
     b_M = crosses_M.to(dtype)
     if p_M.requires_grad:

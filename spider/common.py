@@ -178,7 +178,6 @@ class Parser(argparse.ArgumentParser):
         super().__init__(allow_abbrev=False, formatter_class=HelpFormatter, **options)
 
     def error(self, message: str):
-        message = message.replace("ignored explicit argument", "takes no value, not")
         if message.endswith("expected one argument"):
             message += " (one that begins with - as --NAME=VALUE)"
         raise UsageError(f"{message}; see python {self.prog} --help")
@@ -206,16 +205,16 @@ class Parser(argparse.ArgumentParser):
             if value:  # it is optional, as that of a switch
                 meanings[f"no_{plain}"] = f"{flag}=False"
 
-        kind = "flag" if word.startswith("-") else "word"
         name = word.partition("=")[0]
         plain = SECTIONS.sub("", without_dashes(name))
+        unknown = f"unknown {'flag' if word.startswith('-') else 'word'} {name}"
         if plain in meanings:
-            return f"unknown {kind} {name}: use {meanings[plain]}"
+            return f"{unknown}: use {meanings[plain]}"
         if word.endswith((".toml", ".py")) and "config" in meanings:
-            return f"unknown {kind} {word}: give a config file, which is TOML, by --config"
+            return f"{unknown}: give a config file, which is TOML, by --config"
         for nearest in difflib.get_close_matches(plain, meanings, 1, cutoff=0.8):  # misspelt
-            return f"unknown {kind} {name}: the nearest is {meanings[nearest]}"
-        return f"unknown {kind} {name}"
+            return f"{unknown}: the nearest is {meanings[nearest]}"
+        return unknown
 
 
 def words_of(argv: Sequence[object] | None) -> list[str]:

@@ -3,7 +3,7 @@
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cache
 from typing import Any
 
@@ -200,15 +200,15 @@ class SpiderConfig:
     def changed(self, text: str) -> "SpiderConfig":
         """Return a config with the changes of --set, NAME=VALUE,...; raise ValueError for a bad
         name or value."""
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        changes = {}
         for setting in text.split(",") if text else ():
             name, _, value = setting.partition("=")
-            if name not in values or name == "n_loops":  # which is a flag
+            if name not in vars(self) or name == "n_loops":  # which is a flag
                 raise ValueError(
                     f"{name!r} is not a field of SpiderConfig (spider/config.py) that --set changes"
                 )
-            values[name] = parse_value(name, value, getattr(SpiderConfig, name))
-        return SpiderConfig(**values)
+            changes[name] = parse_value(name, value, getattr(SpiderConfig, name))
+        return replace(self, **changes)
 
     @classmethod
     def from_saved(cls, saved: Mapping[str, Any]) -> "SpiderConfig":
@@ -285,6 +285,9 @@ RANGES = {
     "byte_window": (0, 1 << 24),
     "n_routed_experts": (0, 4096),
     "n_shared_experts": (0, 256),
+    "expert_bias_rate": (0, 1),
+    "boundary_alpha": (0, 1),
+    "boundary_sigma": (0, 1),
     "lora_rank": (0, 4096),
     "engram_heads": (1, 16),
     "engram_rows": (1, 1 << 24),

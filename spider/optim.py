@@ -23,7 +23,7 @@ from spider.common import WorldError
 from spider.config import OPTIMIZERS
 from spider.distributed import Sharded, ShardedParameter, sharding_of
 from spider.machine import multiplies_bf16, quiet
-from spider.memory import EngramTable, Lookups, tables_of
+from spider.memory import EngramTable, tables_of
 from spider.muon_ranks import MatrixAssignment
 from spider.state import SCALE_BLOCK, load_optimizers, optimizer_states
 
@@ -165,8 +165,7 @@ class Optimizers:
         if optimizer == "muon":
             assignment = None
             if isinstance(self.sharding, Sharded):
-                by_local = {param.local: param for param in self.sharding.params}
-                sharded = [by_local[p] for p in matrices]
+                sharded = [p for p in self.sharding.params if kinds[p.name].optimizer == "muon"]
                 assignment = MatrixAssignment(self.sharding.world, sharded)
             self.by_name["muon"] = Muon(matrices, lr, momentum, weight_decay, assignment)
         else:
@@ -264,7 +263,11 @@ class Muon(torch.optim.Optimizer):
             self._look_ahead(batch, mask, group["momentum"])
             for batch, mask in zip(batches, masks, strict=True)
         ]
-        updates = self._orthogonalize(aheads, group["lr"])
+        lr = group["lr"]
+        if self.assignment is None:
+            updates = [orthogonal_update(ahead, lr) for ahead in aheads]
+        else:  # by their owners
+            updates = self.assignment(aheads, partial(orthogonal_updates, lr=lr))
         for batch, update, mask in zip(batches, updates, masks, strict=True):
             apply_update(batch, update, mask, group)
 
@@ -290,13 +293,6 @@ class Muon(torch.optim.Optimizer):
             buffer.lerp_(grad, fresh_part)
             torch.addcmul(grad, buffer, kept_part, out=out)
         return ahead
-
-    def _orthogonalize(self, aheads: list[Tensor], lr: float) -> list[Tensor]:
-        """Return what Muon adds to matrices [n, r, c]: orthogonalized here, or on several ranks by
-        their owners."""
-        if self.assignment is None:
-            return [orthogonal_update(ahead, lr) for ahead in aheads]
-        return self.assignment(aheads, partial(orthogonal_updates, lr=lr))
 
 
 MOST_TOGETHER = 1 << 26  # maximum elements of a batch of matrices
@@ -419,20 +415,17 @@ class RowwiseAdagrad(torch.optim.Optimizer):
         for group in self.param_groups:
             for p in group["params"]:
                 merged = self.tables[p].merged()
-                if merged is not None:
-                    self._step_table(p, merged, group["lr"])
-
-    def _step_table(self, p: Tensor, merged: Lookups, lr: float):
-        """Step a table's rows, see EngramTable.merged."""
-        row, grad = merged
-        length = torch.linalg.vector_norm(grad, dim=1)
-        if not self.state[p]:
-            self.make_state(p)
-        total = self.state[p]["sum"]
-        total.index_add_(0, row, length.square_().div_(grad.shape[1]))
-        scale = -lr / (total.index_select(0, row).sqrt_() + 1e-10)
-        update = (grad * scale[:, None]).to(p.dtype)
-        p.index_add_(0, row, update)  # with alpha it is ten times slower on a CPU
+                if merged is None:
+                    continue
+                row, grad = merged
+                length = torch.linalg.vector_norm(grad, dim=1)
+                if not self.state[p]:
+                    self.make_state(p)
+                total = self.state[p]["sum"]
+                total.index_add_(0, row, length.square_().div_(grad.shape[1]))
+                scale = -group["lr"] / (total.index_select(0, row).sqrt_() + 1e-10)
+                update = (grad * scale[:, None]).to(p.dtype)
+                p.index_add_(0, row, update)  # with alpha it is ten times slower on a CPU
 
     def zero_grad(self, set_to_none: bool = True):
         for table in self.tables.values():

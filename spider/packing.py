@@ -114,14 +114,9 @@ class Packing:
         each document in earlier steps."""
         device = cu_seqlens.device
         row = torch.arange(rows, device=device)
-        if before is not None and rows == len(before) and bound == 1:
-            # One row of each document: the common step of decoding needs no search.
-            document = row
-            position = before
-        else:
-            document = torch.searchsorted(cu_seqlens[1:], row, right=True)
-            origin = cu_seqlens if before is None else cu_seqlens[:-1] - before  # position 0
-            position = row - origin.index_select(0, document)
+        document = torch.searchsorted(cu_seqlens[1:], row, right=True)
+        origin = cu_seqlens if before is None else cu_seqlens[:-1] - before  # position 0
+        position = row - origin.index_select(0, document)
 
         buckets = None
         padded_row = None

@@ -169,11 +169,10 @@ def optimizer_states(sharding: Sharding, optimizers: Mapping[str, Optimizer]) ->
     by_local = {param.local: param for param in sharding.params}
     for name, optimizer in optimizers.items():
         params = parameters_of(optimizer)
-        by_param = dict(states[name]["state"])
+        by_param = states[name]["state"]
         for i, values in by_param.items():
             if params[i] in by_local:
                 by_param[i] = as_rows(values, by_local[params[i]])
-        states[name]["state"] = by_param
     return states
 
 

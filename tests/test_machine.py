@@ -10,7 +10,6 @@ from loguru import logger
 from spider import machine, state
 from spider.common import TooLarge, UsageError
 
-
 # versions of CUDA, of this PyTorch and of the driver
 NO_GPU = (
     ("13.0", 0, None),

@@ -116,10 +116,7 @@ def test_auto_prefers_triton_then_tile_kernels_then_grouped(machine, capability)
     assert machine.resolve("auto", torch.float32, compiled=True) == ("triton", "")
     assert machine.resolve("triton") == ("triton", "")
     assert machine.resolve("loop", torch.float32) == ("loop", "")
-    for dtype, slow in ((torch.bfloat16, not at_once), (torch.float32, True)):
-        backend, line = machine.resolve("grouped", dtype)
-        assert backend == "grouped"
-        assert ("one after the other" in line) == slow
+    assert machine.resolve("grouped", torch.float32) == ("grouped", "")
 
 
 class Changed(torch.autograd.Function):
@@ -217,7 +214,6 @@ def test_without_usable_kernels_auto_takes_grouped_and_says_why_and_their_name_i
     assert chosen == "grouped"
     assert re.match(f"{KERNELS[backend]} not used: .*{expected}", line)
     assert "\n" not in line
-    assert ("; on this GPU torch runs" in line) == (backend == "triton")
 
 
 def test_auto_tries_tile_kernels_after_triton(machine):
