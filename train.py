@@ -881,13 +881,12 @@ def train_step(
     batches: list[Batch],
     now: StepSettings,
     grad_clip: float = 1.0,
-    vote: Callable[[], float] = lambda: 0.0,
+    stop: StopSignals | None = None,
 ) -> tuple[dict[str, Any], float]:
-    """Run one optimizer step; return its metrics, and the sum of the ranks' votes to stop.
-
-    vote: returns this rank's vote, see StopSignals; asked after the passes, which take the time."""
+    """Run one optimizer step; return its metrics, and the sum of the ranks' votes to stop."""
     sums = accumulate(model, batches, now)
-    numbers = reduce_numbers(optimizers, sums, vote())
+    vote = 0.0 if stop is None else stop.vote  # not before the passes, which take the time
+    numbers = reduce_numbers(optimizers, sums, vote)
     updated = update(model, optimizers, numbers, now, grad_clip)
     return numbers.metrics | dict(skipped=not updated), numbers.votes
 
@@ -1159,7 +1158,7 @@ def main(
         now = settings_of_step(flags, loader, progress, horizon)
         optimizers.set_lr(flags.lr, now.lr_factor)
         batches = feed.take()
-        metrics, votes = train_step(model, optimizers, batches, now, flags.grad_clip, stop.vote)
+        metrics, votes = train_step(model, optimizers, batches, now, flags.grad_clip, stop)
         stop.agree(votes)
         # ------------------------------------------------------------------------------------------
 

@@ -12,6 +12,7 @@ code. All randomness is a function of (seed, step), so there is no random state 
     targets, shares                           by source: training bytes, and part of the sequences
 """
 
+import itertools
 import json
 import math
 import os
@@ -40,6 +41,7 @@ from spider.state import copy_to_host, load_model
 if TYPE_CHECKING:
     from data import Loader
     from spider.plan import Plan
+    from spider_model import Spider
 
 REQUIRED = {"model_state_dict", "optimizer_state_dict", "step", "cfg"}
 # types of a checkpoint's entries
@@ -56,6 +58,9 @@ ENTRIES: dict[str, Any] = {one.name: one.type for one in fields(RunProgress)} | 
 FLAGS: dict[str, Any] = dict(
     seq_len=int, eval_tokens=int, target_tokens=int, minutes=float | int | None, data_dir=str
 )
+# ranges of whole numbers; others are at least 0
+SIZE = Range(1, LARGEST)
+SIZES = dict(seq_len=Range(*SEQ_LEN), eval_tokens=SIZE, target_tokens=SIZE)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -132,72 +137,55 @@ def load_checkpoint(path: Path, mapped: bool = False) -> dict:
 
 
 def recorded(state: dict) -> dict:
-    """Return the entries of a checkpoint that a run knows. Raise ValueError or TypeError if one has
-    a value that no run records. Its tensors are not looked at."""
+    """Return the entries of a checkpoint that a run knows. Raise an error of any kind if one has a
+    value that no run records. Its tensors are not looked at."""
     known = {name: state[name] for name in ENTRIES if name in state}
-    flags = known.get("flags", {})
-    for values, types in ((known, ENTRIES), (flags, FLAGS)):
-        for name, value in values.items():
-            if not isinstance(value, types.get(name, object)):
-                raise ValueError(f"{name} has a value that no run records")
+    types = ENTRIES | FLAGS
+    for name, value in (*known.items(), *known.get("flags", {}).items()):
+        valid = isinstance(value, types.get(name, float | int | str | None))
+        if valid and isinstance(value, int):
+            valid = SIZES.get(name, Range(0, LARGEST)).has(value)
+        if not valid:
+            raise ValueError(f"{name} has a value that no run records")
+    metrics = known.get("metrics") or {}
+    lists = [known.get(name, []) for name in ("recent", "targets", "shares")]
+    for number in (*metrics.values(), *itertools.chain(*lists)):
+        math.isfinite(number)  # an error unless it is a number, and no larger than a float
     config = SpiderConfig.from_saved(known["cfg"])
     known.setdefault("n_loops", config.n_loops)  # a checkpoint of an early version has no other
     replace(config, n_loops=known["n_loops"])  # checks it
-    for name in known.keys() - {"cfg", "model_state_dict", "optimizer_state_dict"}:
-        check_plain(name, known[name])
-    if known.get("recipe", "1b") not in PRESETS or 0 in [flags.get(name) for name in FLAGS]:
-        raise ValueError("recipe or flags have a value that no run records")
-    if "seq_len" in flags and not Range(*SEQ_LEN).has(flags["seq_len"]):
-        raise ValueError("seq_len has a value that no run records")
+    if known.get("recipe", "1b") not in PRESETS:
+        raise ValueError("its recipe is unknown")
     return known
 
 
-def check_plain(name: str, value: Any):
-    """Raise ValueError unless a recorded value is None, a number, text where runs record text, or a
-    list or dict of these. Whole numbers are from 0 to LARGEST, other numbers of flags from 0 on."""
-    types: Any = float | None
-    entries = [value]
-    if isinstance(value, list):
-        types = float
-        entries = value
-    elif isinstance(value, dict):
-        check_plain("recipe", [*value])  # the names
-        entries = [*value.values()]
-    if name in ("flags", "wandb", "recipe"):
-        types = float | str | None
-    for entry in entries:
-        valid = isinstance(entry, types)
-        if isinstance(entry, int):
-            valid = Range(0, LARGEST).has(entry)
-        elif isinstance(entry, float) and name == "flags":
-            valid = Range(0).has(entry)
-        if not valid:
-            raise ValueError(f"{name} has a value that no run records")
-
-
-def check_weights(path: Path, state: dict, model: nn.Module):
-    """Raise CheckpointError unless a state's weights have the names, shapes and kinds of a model's,
-    which may be on the meta device. Floating-point weights may have any precision."""
+def check_weights(path: Path, state: dict, model: "Spider"):
+    """Raise CheckpointError unless a state's weights have the names and shapes of a model's, which
+    may be on the meta device. Name the settings in which the model differs from the checkpoint's.
+    """
     with reading(path):
-        expected = kinds_of(model.state_dict())
-        saved = kinds_of(state["model_state_dict"])
-        names = expected.keys() | saved.keys()
-        odd = sorted(str(name)[:80] for name in names if expected.get(name) != saved.get(name))
-    if odd:
-        more = ", ..." if len(odd) > 3 else ""
-        raise CheckpointError(
-            f"{path}: weights do not match {type(model).__name__} with its cfg: "
-            f"{', '.join(odd[:3])}{more}: load it with the program that trained it"
-        )
+        saved = shapes_of(state["model_state_dict"])
+        expected = shapes_of(model.state_dict())
+        before = vars(SpiderConfig.from_saved(state["cfg"]))
+    if saved == expected:
+        return
+    remedy = "Leave --model and --set out, or train a new model in another --ckpt_dir"
+    different = [
+        f"{name} is {before[name]}, not {value}"
+        for name, value in vars(model.config).items()
+        if before[name] != value
+    ]
+    if not different:
+        remedy = "Load it with the program that trained it"
+        different = sorted({str(name)[:80] for name, _ in saved.items() ^ expected.items()})
+    more = ", ..." if len(different) > 3 else ""
+    raise CheckpointError(
+        f"{path}: holds another model: {'; '.join(different[:3])}{more}. {remedy}"
+    )
 
 
-def kinds_of(weights: dict[str, Tensor]) -> dict[str, tuple]:
-    """Return by name what a saved weight must have in common with a model's: shape, layout, and
-    the dtype unless both are floating-point tensors."""
-    return {
-        name: (tuple(weight.shape), weight.layout, weight.dtype.is_floating_point or weight.dtype)
-        for name, weight in weights.items()
-    }
+def shapes_of(weights: dict[str, Tensor]) -> dict[str, torch.Size]:
+    return {name: weight.shape for name, weight in weights.items()}
 
 
 # --------------------------------------------------------------------------------------------------
@@ -220,23 +208,6 @@ def is_export(path: Path) -> bool:
     return path.suffix == ".safetensors" or (path / "config.json").exists()
 
 
-def weight_files(directory: Path) -> list[Path]:
-    """Return the safetensors files of an export: one, or those that an index lists, as
-    save_pretrained writes them for large models. Raise ValueError if the index names a file
-    elsewhere."""
-    only = directory / "model.safetensors"
-    index = directory / "model.safetensors.index.json"
-    if only.exists() or not index.exists():
-        return [only]
-    names = sorted(set(read_json(index)["weight_map"].values()))
-    for name in names:
-        if Path(name).name != name or not name.endswith(".safetensors"):
-            raise ValueError(
-                f"{index.name} names {name!r}, which is not a safetensors file beside it"
-            )
-    return [directory / name for name in names]
-
-
 def check_regular(path: Path):
     """Raise ValueError for anything but a regular file: to open a pipe would wait for ever."""
     if not path.is_file():
@@ -251,14 +222,12 @@ def read_json(path: Path) -> Any:
 def read_export(path: Path) -> dict:
     """Read an export, a directory or one safetensors file with all weights, as the state of a
     checkpoint: weights, cfg, n_loops and what is known of the training."""
+    directory = path
+    files = sorted(path.glob("model*.safetensors"))  # several of a large model
     if path.suffix == ".safetensors":
         directory = path.parent
         files = [path]
-    else:
-        directory = path
-        files = weight_files(path)
-    config_file = directory / "config.json"
-    config = read_json(config_file)
+    config = read_json(directory / "config.json")
     for file in files:
         check_regular(file)
     weights: dict[str, Tensor] = {}
@@ -569,24 +538,23 @@ READS = {"mock_data", "seq_len", "seed"}  # they decide which sequences a step r
 EVALUATES = {"mock_data", "seq_len", "eval_tokens"}  # which bytes an evaluation reads
 # facts of the sources, see Loader.mixture, and what they are called
 MIXTURE = {"targets": "the size of the data", "shares": "the mixture of the data"}
-# No changes by themselves: the same data may have moved, and the same step be split otherwise.
-MOVED = {"data_dir", "micro_batch"}
+# No changes by themselves: --minutes chose a horizon, which is compared, the same data may have
+# moved, and the same step be split otherwise.
+NOT_COMPARED = {"minutes", "data_dir", "micro_batch"}
 
 
 def changes_since(state: dict, plan: "Plan", mixture: dict[str, Any]) -> dict[str, str]:
     """Compare a plan with the checkpoint that it resumes from: describe each change by name.
 
-    What an older checkpoint lacks counts as unchanged. --minutes chose a horizon, which is compared
-    itself."""
+    What an older checkpoint lacks counts as unchanged."""
     flags = plan.flags.recorded()
-    del flags["minutes"]
     now = asdict(plan.config) | flags | dict(n_loops=plan.flags.n_loops, **mixture)
     before = asdict(SpiderConfig.from_saved(state["cfg"])) | state.get("flags", {})
     before |= {name: state[name] for name in ("n_loops", *mixture) if name in state}
     return {
         name: f"{MIXTURE.get(name, name)} was {before[name]}, is {value}"
         for name, value in now.items()
-        if before.get(name, value) != value
+        if before.get(name, value) != value and name not in NOT_COMPARED
     }
 
 
@@ -605,7 +573,7 @@ def progress_of(
         names = vars(progress).keys() & origin.state.keys()
         progress = RunProgress(**{name: origin.state[name] for name in names})
         changed = changes_since(origin.state, plan, loader.mixture)
-    if changed.keys() - MOVED:
+    if changed:
         evaluates = EVALUATES | MIXTURE.keys()
         progress.forget_losses(evaluations=bool(evaluates & changed.keys()))
         # With more data the position may be in an earlier epoch; tables are cleared when an epoch
@@ -627,11 +595,10 @@ def check_finished(origin: Origin, plan: "Plan", progress: RunProgress, changed:
             f"--resume: {nothing_left}: {longer}, or add --reset_steps to begin a new run from its "
             f"weights"
         )
-    differences = [line for name, line in changed.items() if name not in MOVED]
-    if differences:
+    if changed:
         raise UsageError(
-            f"{nothing_left}, but settings differ: {'; '.join(differences)}: leave them as they "
-            f"were, {longer}, or name a new --ckpt_dir"
+            f"{nothing_left}, but settings differ: {'; '.join(changed.values())}: leave them as "
+            f"they were, {longer}, or name a new --ckpt_dir"
         )
 
 

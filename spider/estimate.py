@@ -5,17 +5,15 @@ the first choice of micro-batch and recomputation, which train.fit_micro_batch p
 """
 
 import shutil
-from collections.abc import Callable, Container, Mapping
-from dataclasses import replace
+from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import nn
 
 from spider.checkpoint import checkpoint_paths
 from spider.common import TooLarge
-from spider.config import RECOMPUTE
 from spider.distributed import World
 from spider.fp8 import takes_fp8
 from spider.machine import free_memory, memory_of, multiplies_bf16, process_memory
@@ -136,20 +134,19 @@ def state_size(model: nn.Module, optimizer: str) -> StateSize:
     return StateSize(4 * dense, 4 * in_tables, state, 4 * sum(map(len, tables)))
 
 
-def estimate_memory(
-    model: "Spider", plan: "Plan", recompute: str, world: World
-) -> dict[str, float]:
-    """Estimate the peak bytes of a rank by purpose, in a step with `recompute` checkpointed.
+def estimate_memory(plan: "Plan", world: World) -> dict[str, float]:
+    """Estimate the peak bytes of a rank by purpose, in a step of a plan.
 
     On a CPU this includes the rest of the process.
     """
+    model = plan.model
     flags = plan.flags
     size = 4 if flags.precision == "fp32" else 2
     rows = flags.micro_batch * flags.seq_len
     on_cpu = world.device.type == "cpu"
     state = state_size(model, flags.optimizer)
 
-    kept = size * rows * numbers_kept(model, plan, recompute)
+    kept = size * rows * numbers_kept(plan)
     if on_cpu:
         kept *= 1.35  # documents are padded, and malloc leaves holes
     casts = 0
@@ -205,7 +202,7 @@ def table_gradients(model: nn.Module, n_bytes: int) -> float:
     return min(4.0 * lookups * n_bytes, 8.0 * in_tables)
 
 
-def numbers_kept(model: "Spider", plan: "Plan", recompute: str) -> float:
+def numbers_kept(plan: "Plan") -> float:
     """Estimate how many numbers of activations a byte keeps at the peak of a step.
 
     They are in proportion to the inputs and outputs of the products of a byte. The factors are
@@ -213,11 +210,12 @@ def numbers_kept(model: "Spider", plan: "Plan", recompute: str) -> float:
     """
     c = plan.config
     n_loops = plan.flags.n_loops
+    recompute = plan.flags.recompute
     segments = 1 / c.bytes_per_segment  # per byte
     byte_layers = c.n_prelude_layers + c.n_coda_layers
     widths: dict[str, float] = dict(prelude=0.0, core=0.0, coda=0.0, others=0.0)
-    for name, uses in uses_of_matrices(model, segments, n_loops).items():
-        shape = model.get_parameter(name).shape
+    for name, uses in uses_of_matrices(plan.model, segments, n_loops).items():
+        shape = plan.model.get_parameter(name).shape
         part = name.partition(".")[0]
         if part not in widths:
             part = "others"
@@ -257,26 +255,15 @@ def weights_in_fp8(model: nn.Module, experts: bool = False) -> list[str]:
 FITS = 0.85
 
 
-def choose_memory(
-    splits: int,
-    asked: str,
-    estimate: Callable[[int, str], dict[str, float]],
-    available: float,
-) -> tuple[int, str, dict[str, float]]:
-    """Choose one of several splits of a step into micro-steps, and what to recompute; return the
-    number of the split, this, and the memory by purpose.
-
-    For `auto` recompute the least with which a split fits into `available` bytes; then choose the
-    first such split. If nothing fits, return the last choice of all. estimate(split, recompute):
-    the memory by purpose.
-    """
-    choices = RECOMPUTE if asked == "auto" else (asked,)
-    for recompute in choices:
-        for split in range(splits):
-            memory = estimate(split, recompute)
-            if sum(memory.values()) <= FITS * available:
-                return split, recompute, memory
-    return split, recompute, memory
+def first_that_fits(plans: Sequence["Plan"], world: World) -> tuple[int, dict[str, float]]:
+    """Return the number of the first plan whose step fits into memory, else that of the last, and
+    its memory by purpose."""
+    available = memory_of(world.device, world.local_ranks)
+    for i, plan in enumerate(plans):
+        memory = estimate_memory(plan, world)
+        if sum(memory.values()) <= FITS * available:
+            return i, memory
+    return len(plans) - 1, memory
 
 
 def usable_memory(world: World) -> float:
@@ -309,52 +296,31 @@ def check_memory(plan: "Plan", world: World):
     if needed > 1.25 * available:
         raise TooLarge(
             f"--micro_batch: the run needs about {needed * world.local_ranks / 1e9:.3g} GB, but "
-            f"this machine has {available * world.local_ranks / 1e9:.3g} GB: "
-            f"{memory_remedy(plan, world)}"
+            f"this machine has {available * world.local_ranks / 1e9:.3g} GB: {less_memory(plan)}"
         )
-    if lacks_host_memory(plan, world):
-        raise TooLarge(f"--ckpt_every: {describe_host_copy(plan)}: {HOST_REMEDY}")
+    obstacle = obstacle_to_copy(plan, world)
+    if obstacle:
+        raise TooLarge(f"--ckpt_every: {obstacle}")
 
 
-def memory_remedy(plan: "Plan", world: World) -> str:
-    """Name flags with which a run fits into memory; of several ranks, more shards untried."""
-    if world.shards < world.ranks:
-        return f"raise --shards to {world.ranks}"
-    sequences = plan.flags.micro_batch * plan.flags.grad_accum
-    least: dict[str, Any] = dict(micro_batch=1, grad_accum=sequences, recompute="all")
-    remedies = {
+def less_memory(plan: "Plan") -> str:
+    """Name flags with which a step takes less memory."""
+    return (
         f"give --global_batch {plan.step_bytes} without --micro_batch, --grad_accum and "
-        f"--recompute, for a micro-batch that fits": least,
-        "give --micro_batch 1 without --grad_accum and --recompute": least | dict(grad_accum=1),
-    }
-    for remedy, changes in remedies.items():
-        changed = replace(plan, flags=replace(plan.flags, **changes))
-        memory = estimate_memory(plan.model, changed, "all", world)
-        if sum(memory.values()) <= usable_memory(world):
-            return remedy
-    return "choose a smaller --seq_len or --model"
+        f"--recompute, raise --shards, or choose a smaller --seq_len or --model"
+    )
 
 
-HOST_REMEDY = "free some of the host's memory, or choose a smaller --model"
-
-
-def host_memory() -> float:
-    """Return the bytes of host memory that are free, or that this process holds now: it frees the
-    checkpoint from which it resumes before it saves the first."""
-    return free_memory(torch.device("cpu")) + process_memory("VmRSS")
-
-
-def lacks_host_memory(plan: "Plan", world: World) -> bool:
-    """Return whether a checkpoint on its way from a GPU to the disk does not fit into the host's
-    memory. Rank 0 alone writes it; torchrun ends the others."""
-    copies = world.device.type == "cuda" and world.is_rank0
-    return copies and plan.checkpoint_size > host_memory()
-
-
-def describe_host_copy(plan: "Plan") -> str:
+def obstacle_to_copy(plan: "Plan", world: World) -> str | None:
+    """Return why a checkpoint on its way from a GPU to the disk does not fit into the host's
+    memory, or None. Rank 0 alone writes it; torchrun ends the others."""
+    # This process frees the checkpoint from which it resumes before it saves the first.
+    host = free_memory(torch.device("cpu")) + process_memory("VmRSS")
+    if world.device.type == "cpu" or not world.is_rank0 or plan.checkpoint_size <= host:
+        return None
     return (
         f"a checkpoint is copied to host memory: {plan.checkpoint_size / 1e9:.2f} GB of "
-        f"{host_memory() / 1e9:.3g}"
+        f"{host / 1e9:.3g}: free some, or choose a smaller --model"
     )
 
 
@@ -434,15 +400,14 @@ def describe_disk(plan: "Plan") -> tuple[str, bool]:
 def print_memory_and_disk(plan: "Plan", world: World) -> list[str]:
     """Print the estimates of memory and disk; return what does not suffice, with remedies."""
     print(describe_memory(plan.memory, world))
-    if world.device.type == "cuda":
-        print(describe_host_copy(plan))
     disk, is_enough = describe_disk(plan)
     print(disk, flush=True)
     lacking = []
     if sum(plan.memory.values()) > usable_memory(world):
-        lacking.append(f"memory: {memory_remedy(plan, world)}")
-    if lacks_host_memory(plan, world):
-        lacking.append(f"host memory: {HOST_REMEDY}")
+        lacking.append(f"memory: {less_memory(plan)}")
+    obstacle = obstacle_to_copy(plan, world)
+    if obstacle:
+        lacking.append(obstacle)
     if not is_enough:
         lacking.append(f"disk: {MORE_DISK}")
     return lacking

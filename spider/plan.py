@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import Path
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,8 +16,8 @@ import torch
 from data import Loader, Source, StepLayout
 from spider import estimate, machine
 from spider.checkpoint import FROM_SCRATCH, Origin, check_weights
-from spider.common import LARGEST, CheckpointError, UsageError, say
-from spider.config import SpiderConfig
+from spider.common import LARGEST, UsageError, say
+from spider.config import RECOMPUTE, SpiderConfig
 from spider.distributed import World
 from spider.fp8 import describe_fp8
 from spider.memory import tables_of
@@ -90,10 +90,11 @@ def settle(
     recipe = recipe_of(command.flags.model, origin, world.device)
     defaults = recipes[recipe]
     flags = with_recipe(command, defaults, origin)
-    config = model_config(flags, recipe, origin, model_class)
+    config, asked = model_config(flags, recipe, origin)
     model = on_meta(model_class, config)
-    if origin.state is not None and origin.path is not None:
-        world.on_rank0(partial(check_weights, origin.path, origin.state, model))
+    if origin.path is not None and origin.state is not None:
+        expected = model if asked == config else on_meta(model_class, asked)
+        world.on_rank0(partial(check_weights, origin.path, origin.state, expected))
 
     if not tables_of(model):
         if flags.engram_reset and "engram_reset" in given:
@@ -157,61 +158,29 @@ def check_minutes(flags: "Flags", recorded: Mapping[str, Any]):
     if before is not None:
         start = f"with --minutes {before:g}"
         remedy = f"give --minutes {before:g}"
-    another = "add --reset_steps and " if flags.resume else ""
     raise UsageError(
         f"--minutes {flags.minutes:g}: the run that this command continues was started {start}: "
-        f"{remedy} to continue it, or {another}name a new --ckpt_dir to start another run"
+        f"{remedy} to continue it, or name a new --ckpt_dir, with --reset_steps if you --resume"
     )
 
 
-def model_config(
-    flags: "Flags", recipe: str, origin: Origin, model_class: type[Spider] = Spider
-) -> SpiderConfig:
+def model_config(flags: "Flags", recipe: str, origin: Origin) -> tuple[SpiderConfig, SpiderConfig]:
     """Return the configuration of the model: the checkpoint's, else that of the recipe, with --set
-    applied.
+    applied. Return also what --model asks for, whose weights must have the same shapes.
 
-    Raise CheckpointError, with the fields, if --set or --model ask for weights of other names or
-    shapes than the checkpoint has, and UsageError for a bad name or value in --set."""
-    fresh = replace(SpiderConfig.preset(recipe), n_loops=flags.n_loops)
+    Raise UsageError for a bad name or value in --set."""
     try:
-        fresh = fresh.changed(flags.set or "")
+        fresh = SpiderConfig.preset(recipe).changed(flags.set or "")
         if origin.state is None:
-            return fresh
+            config = replace(fresh, n_loops=flags.n_loops)
+            return config, config
         saved = SpiderConfig.from_saved(origin.state["cfg"])
         config = replace(saved, vocab_size=VOCAB_SIZE).changed(flags.set or "")
     except ValueError as fault:
         raise UsageError(f"--set: {fault}") from None
-    check_same_model(saved, config, origin.path, model_class)
-    if flags.model != "auto":
-        check_same_model(saved, fresh, origin.path, model_class)
-    return config
-
-
-def check_same_model(
-    saved: SpiderConfig, asked: SpiderConfig, path: Path | None, model_class: type[Spider]
-):
-    """Raise CheckpointError if a config asks for other weights than a checkpoint's."""
-    before = vars(saved)
-    changes = [
-        f"{name} is {before[name]}, not {value}"
-        for name, value in vars(asked).items()
-        if name != "n_loops" and before[name] != value
-    ]
-    if not changes:
-        return
-    asked_shapes = shapes(replace(asked, n_loops=saved.n_loops), model_class)
-    if asked_shapes != shapes(saved, model_class):
-        more = f"; and {len(changes) - 3} other fields" if len(changes) > 3 else ""
-        raise CheckpointError(
-            f"{path}: holds another model: {'; '.join(changes[:3])}{more}. Leave --model and --set "
-            f"out, or train a new model in another --ckpt_dir"
-        )
-
-
-def shapes(config: SpiderConfig, model_class: type[Spider]) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of a model's parameters and buffers by name."""
-    weights = on_meta(model_class, config).state_dict()
-    return {name: tuple(value.shape) for name, value in weights.items()}
+    if flags.model == "auto":
+        return config, config
+    return config, replace(fresh, n_loops=config.n_loops)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -381,21 +350,17 @@ def check_fp8_experts(precision: str, device: torch.device, config: SpiderConfig
 
 
 def with_memory(plan: Plan, splits: Sequence[Split], world: World) -> Plan:
-    """Choose the split and --recompute by the memory that a step is estimated to take.
-
-    Rank 0 chooses, for all."""
-    plans = [replace(plan, flags=with_split(plan.flags, split, world.ranks)) for split in splits]
-
-    def estimate_split(i: int, recompute: str) -> dict[str, float]:
-        return estimate.estimate_memory(plan.model, plans[i], recompute, world)
-
+    """Choose the split and --recompute by the memory that a step is estimated to take: for `auto`
+    the least recomputation with which a split fits, then the first split. Rank 0 chooses, for
+    all."""
     asked = plan.flags.recompute
-    available = machine.memory_of(world.device, world.local_ranks)
-    i, recompute, memory = world.on_rank0(
-        lambda: estimate.choose_memory(len(plans), asked, estimate_split, available)
-    )
-    chosen = plans[i]
-    return replace(chosen, flags=replace(chosen.flags, recompute=recompute), memory=memory)
+    choices = RECOMPUTE if asked == "auto" else (asked,)
+    plans = []
+    for recompute, split in product(choices, splits):
+        flags = replace(with_split(plan.flags, split, world.ranks), recompute=recompute)
+        plans.append(replace(plan, flags=flags))
+    i, memory = world.on_rank0(partial(estimate.first_that_fits, plans, world))
+    return replace(plans[i], memory=memory)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -414,16 +379,18 @@ def horizon_warnings(
 
     rate_of: returns the learning rate of a step, from 0, as a fraction of the peak."""
     flags = plan.flags
-    warnings = []
+    warnings: list[str] = []
+    if flags.mock_data:
+        return warnings
     epochs = (flags.target_tokens * loader.share / loader.targets).max()
-    if epochs > MAX_EPOCHS and not flags.mock_data:
+    if epochs > MAX_EPOCHS:
         warnings.append(
             f"--target_tokens {flags.target_tokens:,} is {epochs:,.0f} epochs, in which the model "
             f"memorizes the data: use at most {int(flags.target_tokens * MAX_EPOCHS / epochs):,}, "
             f"or more data"
         )
     smallest = plan.ranks * flags.seq_len  # bytes of a step
-    if horizon < MIN_STEPS and plan.step_bytes > smallest and not flags.mock_data:
+    if horizon < MIN_STEPS and plan.step_bytes > smallest:
         better = max(1, flags.target_tokens // (4 * MIN_STEPS * smallest)) * smallest
         warnings.append(
             f"the horizon is only {horizon:,} steps: fewer bytes a step (--global_batch {better}, "
@@ -432,21 +399,19 @@ def horizon_warnings(
     last = min(horizon, flags.max_steps or horizon)
     last_rate = rate_of(last - 1)
     least_rate = rate_of(horizon)
-    ends_in_warmup = flags.warmup_steps >= last and not flags.mock_data
-    if ends_in_warmup:
-        warnings.append(
-            f"the warm-up is not over at step {last:,}, where the learning rate is "
-            f"{last_rate:.0%} of the peak: lower --warmup_steps from {flags.warmup_steps:,} to "
-            f"{last // 5:,}"
-        )
     if flags.max_steps > horizon:
         warnings.append(
             f"--max_steps {flags.max_steps:,} is beyond the horizon of {horizon:,} steps: the "
             f"steps after it run at the minimum learning rate, {flags.lr * least_rate:.2e}; raise "
             f"--target_tokens for a schedule over all of them"
         )
-    ends_early = last < horizon and last_rate > HIGH_AT_END * least_rate
-    if ends_early and not flags.mock_data and not ends_in_warmup:
+    if flags.warmup_steps >= last:
+        warnings.append(
+            f"the warm-up is not over at step {last:,}, where the learning rate is "
+            f"{last_rate:.0%} of the peak: lower --warmup_steps from {flags.warmup_steps:,} to "
+            f"{last // 5:,}"
+        )
+    elif last < horizon and last_rate > HIGH_AT_END * least_rate:
         warnings.append(
             f"--max_steps {flags.max_steps:,} ends the run at {last_rate:.0%} of the peak "
             f"learning rate, which decays over {horizon:,} steps: use --target_tokens "

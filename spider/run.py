@@ -240,12 +240,15 @@ class StopSignals:
     Only the main thread can handle signals: a run in another thread says so, and does not.
 
     Several ranks stop after the same step: each adds its `vote` to the step's all-reduce, and the
-    sum tells all of them the signal."""
+    sum tells all of them the signal. A vote is 0 without a signal, else a power of ranks + 1 for
+    each of STOPS. In a sum of votes, the digits in base ranks + 1 are how many ranks received each
+    signal. In float64 the sum is exact for up to 9,000 ranks, in any order."""
 
     def __init__(self, ranks: int = 1):
         self.ranks = ranks
         self.asked: signal.Signals | None = None  # the first signal of this process
         self.agreed: signal.Signals | None = None  # the signal that stops all ranks
+        self.vote = 0.0
         self.received = 0.0  # monotonic time of the first signal
         self.raises = True
 
@@ -265,15 +268,6 @@ class StopSignals:
     def __exit__(self, *_):
         for number, handler in self.before.items():
             signal.signal(number, handler)
-
-    def vote(self) -> float:
-        """Return this rank's vote: 0 without a signal, else a power of ranks + 1 for each of STOPS.
-
-        In a sum of votes, the digits in base ranks + 1 are how many ranks received each signal. In
-        float64 the sum is exact for up to 9,000 ranks, in any order."""
-        if self.asked is None:
-            return 0.0
-        return float((self.ranks + 1) ** STOPS.index(self.asked))
 
     def agree(self, votes: float):
         """Stop for the last of STOPS that any rank received; votes: the sum over ranks."""
@@ -303,6 +297,7 @@ class StopSignals:
         if self.asked is None:
             self.received = now  # first, since another signal may interrupt this handler
             self.asked = signal.Signals(number)
+            self.vote = float((self.ranks + 1) ** STOPS.index(self.asked))
             if self.ranks == 1:
                 self.agreed = self.asked
             with suppress(OSError):  # stderr may be gone; the logger may be busy

@@ -33,7 +33,7 @@ from rehearsal.peaks import BATCH, MODELS, PEAKS
 from spider import estimate, machine
 from spider.common import TooLarge
 from spider.config import RECOMPUTE
-from spider.estimate import choose_memory, estimate_memory
+from spider.estimate import estimate_memory, first_that_fits
 from spider.memory import tables_of
 from spider.plan import Plan, print_dry_run
 from train import time_steps
@@ -68,24 +68,26 @@ def test_weights_and_the_state_of_an_optimizer_take_the_bytes_that_are_estimated
     assert estimated.dense_state + estimated.table_state == pytest.approx(size, rel=0.01)
 
 
-def test_the_largest_micro_batch_is_chosen_that_fits_with_the_least_recomputation():
-    """With room to spare; if nothing fits, the least of all."""
-    micro_batches = (8, 4, 2, 1)
-    per_sequence = dict(nothing=10, core=5, all=3)
+def test_the_first_plan_that_fits_is_chosen_with_room_to_spare_or_else_the_last(monkeypatch):
+    monkeypatch.setattr(estimate, "estimate_memory", lambda size, _: {"activations": size})
+    for available, wanted in ((80 / 0.85, 0), (80 / 0.86, 1), (10 / 0.85, 2), (1, 2)):
+        monkeypatch.setattr(estimate, "memory_of", lambda *_, n=available: n)
+        assert first_that_fits([80, 40, 10], world_of())[0] == wanted
 
-    def estimate(split, recompute):
-        return {"activations": micro_batches[split] * per_sequence[recompute]}
 
-    for available, wanted in (
-        (80 / 0.85, (0, "nothing")),
-        (80 / 0.86, (1, "nothing")),
-        (10 / 0.85, (3, "nothing")),
-        (5 / 0.85, (3, "core")),
-        (5 / 0.86, (3, "all")),
-        (1, (3, "all")),
-    ):
-        assert choose_memory(4, "auto", estimate, available)[:2] == wanted
-    assert choose_memory(4, "core", estimate, 1)[:2] == (3, "core")
+def test_recomputation_is_chosen_only_if_no_micro_batch_fits_without_it(monkeypatch):
+    """The smallest micro-batch that recomputes nothing comes before the largest of the others."""
+    tried = []
+
+    def fits(plan, _):
+        flags = plan.flags
+        tried.append((flags.micro_batch, flags.recompute))
+        return {"activations": math.inf}
+
+    monkeypatch.setattr(estimate, "estimate_memory", fits)
+    chosen = settled(*"--model tiny --seq_len 64 --global_batch 128".split()).flags
+    assert tried == [(n, recompute) for recompute in RECOMPUTE for n in (2, 1)]
+    assert (chosen.micro_batch, chosen.grad_accum, chosen.recompute) == (1, 2, "all")
 
 
 class Card(NamedTuple):
@@ -152,7 +154,7 @@ def test_a_rank_has_its_part_of_weights_and_gradients_and_of_the_checkpoints_cop
     world.ranks = world.local_ranks = world.shards = 2
     for grad_accum, part in ((1, 2), (2, 1)):
         plan = settled("--model", "tiny", "--grad_accum", str(grad_accum))
-        memory = estimate_memory(plan.model, plan, "nothing", world)
+        memory = estimate_memory(plan, world)
         tables = [table.weight for table in tables_of(plan.model)]
         of_tables = sum(table.nbytes for table in tables)
         weights = sum(p.nbytes for p in plan.model.parameters()) - of_tables
@@ -329,24 +331,6 @@ def test_a_run_that_needs_far_more_memory_than_there_is_is_refused(
 
 
 @pytest.mark.parametrize(
-    "model, gigabytes, ranks, remedy",
-    (
-        ("original", 25.3, 1, "give --global_batch 131072 without --micro_batch, --grad_accum"),
-        ("original", 25.3, 2, "raise --shards to 2"),
-        ("base", 8.2, 1, "give --micro_batch 1 without --grad_accum"),
-        ("1b", 8.2, 1, "choose a smaller --seq_len or --model"),
-    ),
-)
-def test_what_takes_too_much_memory_names_flags_with_which_it_fits(
-    plan_on, model, gigabytes, ranks, remedy
-):
-    world = world_of("cuda")
-    world.ranks = ranks
-    plan = plan_on(Card((8, 9), 1e9 * gigabytes, (0, 0), (0, 0), False), "--model", model)
-    assert estimate.memory_remedy(plan, world).startswith(remedy)
-
-
-@pytest.mark.parametrize(
     "seconds, told", ((119, "119 seconds"), (120, "2.0 minutes"), (36_000, "10 hours"))
 )
 def test_a_duration_is_told_in_the_largest_unit_of_which_it_has_two(seconds, told):
@@ -359,10 +343,8 @@ def test_what_a_process_holds_of_the_hosts_memory_has_room_for_the_checkpoint_to
     held = machine.process_memory("VmRSS")
     plan = settled("--model", "tiny")
     for size, lacks in ((0.9 * held, False), (1.2 * held, True)):
-        assert (
-            estimate.lacks_host_memory(replace(plan, checkpoint_size=size), world_of("cuda"))
-            == lacks
-        )
+        obstacle = estimate.obstacle_to_copy(replace(plan, checkpoint_size=size), world_of("cuda"))
+        assert (obstacle is not None) == lacks
 
 
 @pytest.mark.parametrize("present", (0, 1, 5))

@@ -485,7 +485,7 @@ def test_larger_batch_resumes_to_the_same_number_of_bytes_and_is_logged(train_sm
     state = final_state(train_small("--target_tokens 640 --micro_batch 4", steps=0))
     assert state["bytes_seen"] == 5 * 64 + 3 * 128
     assert state["step"] == 8
-    assert "micro_batch was 2, is 4" in new_log()
+    assert "global_batch was 64, is 128" in new_log()
     train_small("--target_tokens 64 --micro_batch 1", steps=9)
     assert "is beyond the horizon of 8 steps" in new_log()
 

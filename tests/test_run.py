@@ -278,8 +278,10 @@ def test_sum_of_votes_tells_all_ranks_one_signal_that_some_rank_received():
     for received in itertools.product((None, *STOPS), repeat=3):
         ranks = [StopSignals(3) for _ in received]
         for rank, number in zip(ranks, received, strict=True):
-            rank.asked = number
-        votes = sum(rank.vote() for rank in ranks)
+            rank.raises = False
+            if number is not None:
+                rank._ask(number, None)
+        votes = sum(rank.vote for rank in ranks)
         for rank in ranks:
             rank.agree(votes)
         expected = [number for number in STOPS if number in received]
