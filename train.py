@@ -906,18 +906,17 @@ def evaluate(
     """Evaluate on validation rows, so many at a time, distributed over ranks.
 
     Return val_loss, val_bpb and val_bytes_per_segment over all sources. If there are several, add
-    the bits per byte of each as val_bpb/NAME. The model's training mode is restored."""
+    the bits per byte of each as val_bpb/NAME. The model is in training mode afterwards."""
     targets = sum(int((labels != IGNORED).sum()) for _, labels in validation.values())
     logger.info(f"evaluating on {targets:,} bytes")
-    was_training = model.training
     model.eval()
+    total = Totals()
     by_source = {}
     for name, (ids, labels) in validation.items():
         batches = zip(ids.split(rows), labels.split(rows), strict=True)
         by_source[name] = score_model(model, batches, n_loops, world)
-    model.train(was_training)
-
-    total = Totals.of(by_source.values())
+        total += by_source[name]
+    model.train()
     results = {
         "val_loss": total.loss,
         "val_bpb": total.bits_per_byte,

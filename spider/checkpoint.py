@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, fields, replace
+from operator import attrgetter
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, NamedTuple
 
@@ -266,12 +267,10 @@ def checkpoint_path(directory: Path, step: int) -> Path:
 def checkpoint_paths(directory: Path) -> list[Path]:
     """List the paths named like checkpoints, oldest first, but not manual copies
     (spider-step100-best.pt)."""
-    by_step = {}
-    for path in directory.glob("spider-step*.pt"):
-        named = re.fullmatch("spider-step([0-9]+)[.]pt", path.name)
-        if named:
-            by_step[path] = int(named[1])
-    return sorted(by_step, key=by_step.__getitem__)
+    found = directory.glob("spider-step*.pt")
+    steps = {path: path.stem.removeprefix("spider-step") for path in found}
+    named = [path for path, step in steps.items() if step.isdecimal()]
+    return sorted(named, key=lambda path: int(steps[path]))
 
 
 def good_checkpoints(directory: Path, mapped: bool = False) -> Iterator[tuple[Path, dict]]:
@@ -413,13 +412,10 @@ def lowest_loss(saved: Sequence[SavedCheckpoint]) -> SavedCheckpoint | None:
 
     Where the validation data changed, best_loss began anew (RunProgress.forget_losses). So a loss
     below the newest checkpoint's best_loss is one of the old data, and does not count."""
-    best = None
-    lowest = math.inf
-    for one in saved:
-        if one.val_loss is not None and saved[-1].best_loss <= one.val_loss < lowest:
-            best = one
-            lowest = one.val_loss
-    return best
+    comparable = [
+        one for one in saved if one.val_loss is not None and one.val_loss >= saved[-1].best_loss
+    ]
+    return min(comparable, key=attrgetter("val_loss"), default=None)
 
 
 class CheckpointWriter:

@@ -3,10 +3,9 @@
     python -m spider.curves OUT.png checkpoints/a checkpoints/b
     python -m spider.curves OUT.png "default=checkpoints/a" "three loops=checkpoints/b"
 
-A panel shows one quantity over the bytes seen, in a color per run: the moving average, a band from
-the 10th to the 90th percentile, and circles for validation. Dotted lines mark where epochs start.
-The first tenth of a run sets no axis, since its losses would flatten the rest. A quantity that does
-not vary after it gets no panel. matplotlib is imported only to draw.
+A panel shows one quantity over the bytes seen, in a color per run: a moving average, and circles
+for validation. The first tenth of a run sets no axis, since its losses would flatten the rest. A
+quantity that does not vary after it gets no panel. matplotlib is imported only to draw.
 """
 
 import importlib.util
@@ -35,8 +34,6 @@ PANELS = {  # title: key in metrics.jsonl, key of its validation
 }
 SOURCE = "val_bpb/"  # prefix of the keys of a source's validation
 COLUMNS = 3  # panels in a row
-EPOCHS = 30  # the starts of more epochs are not marked
-PLACES = 200  # of a moving average
 NOISE = 1e-5  # relative: a quantity that varies less is constant except for rounding
 
 Curves = dict[str, np.ndarray]  # by key, [2, values]: bytes seen, values
@@ -61,24 +58,11 @@ def later(values: np.ndarray) -> np.ndarray:
     return values[..., values.shape[-1] // 10 :]
 
 
-def smooth(curve: np.ndarray, width: int) -> np.ndarray:
-    """Average a curve [2, values] over a moving window of `width` values.
-
-    Return [4, places]: bytes seen, mean, 10th and 90th percentile."""
-    windows = np.lib.stride_tricks.sliding_window_view(curve, width, axis=1)
-    last = windows.shape[1] - 1
-    places = np.unique(np.linspace(0, last, PLACES).astype(int))
-    x, y = windows[:, places]
-    low, high = np.percentile(y, (10, 90), axis=1)
-    return np.stack([x.mean(axis=1), y.mean(axis=1), low, high])
-
-
-def starts_of_epochs(curves: Curves) -> list[float]:
-    """Return after how many bytes each epoch but the first starts; nothing if they are many."""
-    x, epochs = curves.get("epoch", np.empty((2, 0)))
-    is_last = np.diff(epochs) > 0  # step of its epoch
-    starts = x[:-1][is_last].tolist()
-    return starts if len(starts) <= EPOCHS else []
+def smooth(curve: np.ndarray) -> np.ndarray:
+    """Average a curve [2, values] over a moving window of a twentieth of its values."""
+    width = 1 + curve.shape[1] // 20
+    sums = np.pad(curve.cumsum(axis=1), ((0, 0), (1, 0)))
+    return (sums[:, width:] - sums[:, :-width]) / width
 
 
 def panels_of(runs: list[Curves]) -> dict[str, tuple[str, str]]:
@@ -99,62 +83,37 @@ def panels_of(runs: list[Curves]) -> dict[str, tuple[str, str]]:
     return varying
 
 
-def draw_panel(axes, key: str, validation: str, runs: list[Curves]):
-    """Draw the curves of one quantity, given its keys."""
-    shown = []  # values that set the axis
-    for number, curves in enumerate(runs):
-        color = f"C{number}"
-        if key in curves:
-            curve = curves[key]
-            width = 1 + curve.shape[1] // 20
-            if key == "lr":
-                width = 1  # a schedule has no noise to average
-            averages = smooth(curve, width)
-            x, mean, low, high = averages
-            axes.fill_between(x, low, high, color=color, alpha=0.2, lw=0)
-            axes.plot(x, mean, color, label=f"{mean[-1]:.4g}")
-            shown.append(later(averages[1:]))
-        if validation in curves:
-            x, y = curves[validation]
-            label = f"validation {y[-1]:.4g}, lowest {y.min():.4g}"
-            axes.plot(x, y, color, lw=0.7, marker="o", mfc="white", label=label)
-            shown.append(later(y))
-        for start in starts_of_epochs(curves):
-            axes.axvline(start, color=color, lw=0.8, ls=":")
-    values = np.concatenate(shown, axis=None)
-    margin = 0.05 * np.ptp(values)
-    axes.set_ylim(values.min() - margin, values.max() + margin)
-    axes.set_xlim(left=0)
-    axes.ticklabel_format(useOffset=False)
-    axes.locator_params(axis="x", nbins=6)
-    axes.legend(
-        loc="upper left",
-        bbox_to_anchor=(0, -0.1),  # below the axis
-        fontsize="small",
-        frameon=False,
-    )
-
-
 def draw_curves(out: Path, labels: list[str], runs: list[Curves]):
     """Draw runs into a PNG. Raise ImportError without matplotlib."""
     if importlib.util.find_spec("matplotlib_inline") is None:
         os.environ.pop("MPLBACKEND", None)  # that of the notebook which started this process
     from matplotlib.figure import Figure
-    from matplotlib.lines import Line2D
     from matplotlib.ticker import EngFormatter
 
     panels = panels_of(runs)
     rows = math.ceil(len(panels) / COLUMNS)
-    height = 3.2 + 0.3 * len(runs)  # of a panel and its legend
-    size = (4.5 * COLUMNS, 1 + height * rows)
-    figure = Figure(size, layout="constrained")
+    figure = Figure((4.5 * COLUMNS, 1 + 3.2 * rows), layout="constrained")
     figure.supxlabel("bytes seen", fontsize="medium")
-    colors = [Line2D([], [], color=f"C{number}") for number in range(len(runs))]
-    figure.legend(colors, labels, loc="outside upper left", frameon=False)
     for number, (title, (key, validation)) in enumerate(panels.items(), 1):
         axes = figure.add_subplot(rows, COLUMNS, number, title=title)
+        shown = []  # values that set the axis
+        for color, (label, curves) in enumerate(zip(labels, runs, strict=True)):
+            if key in curves:
+                x, y = smooth(curves[key])
+                axes.plot(x, y, f"C{color}", label=f"{y[-1]:.4g} {label}")
+                shown.append(later(y))
+            if validation in curves:
+                x, y = curves[validation]
+                described = f"{y[-1]:.4g} {label}, validation, lowest {y.min():.4g}"
+                axes.plot(x, y, f"C{color}o-", lw=0.7, mfc="white", label=described)
+                shown.append(later(y))
+        values = np.concatenate(shown)
+        margin = 0.05 * np.ptp(values)
+        axes.set_ylim(values.min() - margin, values.max() + margin)
+        axes.ticklabel_format(useOffset=False)
         axes.xaxis.set_major_formatter(EngFormatter("B"))
-        draw_panel(axes, key, validation, runs)
+        axes.locator_params(axis="x", nbins=6)
+        axes.legend(fontsize="small")
     with durable(out, "wb") as file:
         figure.savefig(file, dpi=90, format="png")
 
@@ -167,7 +126,7 @@ def write_curves(directory: Path, signal: int | None):
     out = directory / "curves.png"
     try:
         curves = read_curves(directory)
-        if panels_of([curves]):
+        if curves:
             with quiet():
                 draw_curves(out, [directory.absolute().name], [curves])
             logger.info(f"curves: {out}")

@@ -20,11 +20,6 @@ from spider_model import Spider
 # --------------------------------------------------------------------------------------------------
 # What was chosen
 
-FAR = 4  # a given learning rate this many times above or below the recipe's is logged
-# The longest horizon and the widest model for which rates were compared (train.fitted_lr)
-FITTED_STEPS = 2930
-FITTED_WIDTH = 256
-
 
 def describe_plan(
     plan: Plan, inherited: Mapping[str, Mapping[str, object]], world: World
@@ -60,7 +55,7 @@ def describe_plan(
             f"when the run was started; to train longer, give --target_tokens instead"
         )
     if "lr" in rules:
-        lines += describe_rate(plan)
+        lines.append(describe_rate(plan))
     by_source = {f"recipe of {plan.recipe}": set_by_recipe(plan)} | dict(inherited)
     for source, settings in by_source.items():
         if settings:
@@ -78,22 +73,16 @@ def set_by_recipe(plan: Plan) -> dict[str, object]:
     return {name: value for name, value in vars(plan.flags).items() if name in names}
 
 
-def describe_rate(plan: Plan) -> list[str]:
-    """Say what a computed learning rate follows from, or that a given one is far from it."""
+def describe_rate(plan: Plan) -> str:
+    """Say what a computed learning rate follows from, or what it would be without --lr."""
     rate = plan.flags.lr
     if "lr" in plan.given:
         computed = plan.defaults.rules["lr"](plan.flags, plan.config)
-        if computed / FAR < rate < computed * FAR:
-            return []
-        return [f"--lr {rate:g}: without it, the recipe would take {computed:g}"]
-    width = plan.config.hidden_size
-    line = f"--lr {rate:g} follows from {plan.horizon:,} steps and a width of {width:,}"
-    if plan.horizon > FITTED_STEPS or width > FITTED_WIDTH:
-        line += (
-            f", extrapolated from runs of up to {FITTED_STEPS:,} steps and {FITTED_WIDTH:,} wide "
-            f"(docs/results/learning.md)"
-        )
-    return [line]
+        return f"--lr {rate:g}: without it, the recipe would take {computed:g}"
+    return (
+        f"--lr {rate:g} follows from {plan.horizon:,} steps and a width of "
+        f"{plan.config.hidden_size:,} (docs/results/learning.md)"
+    )
 
 
 def as_argument(name: str, value: object) -> str:

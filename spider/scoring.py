@@ -37,24 +37,18 @@ class Reading(NamedTuple):
 class Totals:
     """Sums over scored rows. Where nothing was scored, each quotient is 0."""
 
-    nats: float
-    targets: int  # labels that counted
-    n_bytes: int  # ids that were read, without padding
-    segments: int
+    nats: float = 0.0
+    targets: int = 0  # labels that counted
+    n_bytes: int = 0  # ids that were read, without padding
+    segments: int = 0
 
-    @classmethod
-    def of(cls, parts: Iterable["Totals"]) -> "Totals":
-        """Add up the totals of several sources, in their order."""
-        nats = 0.0
-        targets = 0
-        n_bytes = 0
-        segments = 0
-        for part in parts:
-            nats += part.nats
-            targets += part.targets
-            n_bytes += part.n_bytes
-            segments += part.segments
-        return cls(nats, targets, n_bytes, segments)
+    def __add__(self, other: "Totals") -> "Totals":
+        return Totals(
+            self.nats + other.nats,
+            self.targets + other.targets,
+            self.n_bytes + other.n_bytes,
+            self.segments + other.segments,
+        )
 
     @property
     def loss(self) -> float:

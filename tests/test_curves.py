@@ -38,8 +38,9 @@ def panels(monkeypatch, tmp_path):
             patch.setattr(figure.Figure, "savefig", lambda figure, *_, **__: figures.append(figure))
             labels = [f"run {number}" for number in range(len(runs))]
             draw_curves(tmp_path / "out.png", labels, [*runs])
-        texts = figures[0].legends[0].texts
-        assert [text.get_text() for text in texts] == labels
+        legends = [text.get_text() for axes in figures[0].axes for text in axes.get_legend().texts]
+        for label in labels:
+            assert any(label in text for text in legends)
         return {axes.get_title(): axes for axes in figures[0].axes}
 
     return draw
@@ -70,20 +71,14 @@ def test_a_quantity_that_does_not_vary_after_the_first_tenth_has_no_panel(panels
     assert list(panels(run, looped)) == [titles[0], "loops until halting", titles[1]]
 
 
-def test_a_panel_has_an_average_in_a_band_of_percentiles_and_validation_as_circles(panels):
+def test_a_panel_has_a_moving_average_and_validation_as_circles(panels):
     steps = np.arange(199)
     noisy = 5.0 - 0.01 * steps + np.where(steps % 10 == 0, 1, 0)
-    run = curves_of(bpb=noisy, val_bpb=[4.0, 3.0, 3.5], epoch=steps // 50)
-    axes = panels(run)["bits per byte"]
-    average, circles, *starts = axes.lines
+    axes = panels(curves_of(bpb=noisy, val_bpb=[4.0, 3.0, 3.5]))["bits per byte"]
+    average, circles = axes.lines
     x, y = average.get_data()
     np.testing.assert_allclose(y, 5.1 - 0.01 * (x / 10_000 - 1), atol=1e-9)  # not shifted
-    (band,) = axes.collections
-    edge = band.get_paths()[0].vertices[:, 1]
-    assert edge.max() == np.percentile(noisy[:10], 90)
-    assert edge.min() == np.percentile(noisy[-10:], 10)
     assert circles.get_marker() == "o" and circles.get_ydata().tolist() == [4, 3, 3.5]
-    assert [line.get_xdata()[0] for line in starts] == [0.5e6, 1e6, 1.5e6]  # of epochs
 
 
 # --------------------------------------------------------------------------------------------------
