@@ -62,7 +62,7 @@ from spider.config import BACKENDS, OPTIMIZERS, PRESETS, RANGES, RECOMPUTE, SEQ_
 from spider.curves import write_curves
 from spider.distributed import Sharded, World, shard_model, sharding_of
 from spider.fp8 import convert_to_fp8, describe_fp8
-from spider.log import StepLog, describe_plan, log_end, log_start
+from spider.log import StepLog, describe_plan, log_end
 from spider.noise import step_seed
 from spider.optim import Optimizers
 from spider.plan import (
@@ -78,7 +78,7 @@ from spider.plan import (
 from spider.run import Metrics, RunProgress, StopSignals, start_profiler, start_wandb
 from spider.scoring import EVAL_BYTES, Totals, score_model
 from spider.state import gather_model, materialize, model_state, on_meta
-from spider.vocabulary import BOS_ID, IGNORED
+from spider.vocabulary import BOS_ID
 from spider_model import Spider, SpiderOutput
 from tokenizer import decode
 
@@ -630,7 +630,6 @@ def warm_up(model: Spider, plan: Plan, batch: Batch):
     If torch.compile fails on the layers, run them uncompiled under --compile auto, else raise
     UsageError."""
     flags = plan.flags
-    was_compiled = model.compiled
     try:
         with model.cast_weights_once():
             for noise_seed in range(2):
@@ -654,10 +653,11 @@ def warm_up(model: Spider, plan: Plan, batch: Batch):
             raise UsageError(f"--compile: {line}; or use --compile off") from fault
         logger.warning(f"{line}: the layers run uncompiled")
         model.uncompile_layers()
+    else:
+        return
     finally:
         model.zero_grad()
-    if was_compiled and not model.compiled:
-        warm_up(model, plan, batch)
+    warm_up(model, plan, batch)
 
 
 # Fraction of a GPU's memory to leave: for CUDA itself, the allocator's holes, and batches of more
@@ -907,8 +907,7 @@ def evaluate(
 
     Return val_loss, val_bpb and val_bytes_per_segment over all sources. If there are several, add
     the bits per byte of each as val_bpb/NAME. The model is in training mode afterwards."""
-    targets = sum(int((labels != IGNORED).sum()) for _, labels in validation.values())
-    logger.info(f"evaluating on {targets:,} bytes")
+    logger.info("evaluating")
     model.eval()
     total = Totals()
     by_source = {}
@@ -976,7 +975,7 @@ def time_steps(plan: Plan, world: World, loader: Loader) -> float:
     while len(times) < 2 or sum(times[1:]) < MIN_SECONDS_TIMED:  # the first step is a warm-up
         step = plan.horizon // 2 + len(times)
         began = time.perf_counter()
-        first = step * plan.sequences
+        first = step * plan.layout.sequences
         batches = [batch.to(world.device) for batch in loader.batches(step, first, plan.layout)]
         now = StepSettings(flags.n_loops, dropout=dropout_at(flags, loader, first))
         optimizers.set_lr(flags.lr, lr_factor(step, plan.horizon, flags))
@@ -1045,12 +1044,11 @@ def main(
         if evaluated or not flags.eval_every or progress.step != last_step:
             log_end(plan, progress, horizon, "nothing left to train")
             return 0  # without a change to any file
-    for line in remarks:
+    needs, lacking = estimate.describe_needs(plan, world)
+    for line in (*remarks, *needs):
         logger.info(line)
-    logger.info(estimate.describe_memory(plan.memory, world))
-    disk, is_enough = estimate.describe_disk(plan)
-    if not is_enough:
-        logger.warning(f"{disk}, NOT ENOUGH: {estimate.MORE_DISK}")
+    for line in lacking:
+        logger.warning(f"NOT ENOUGH {line}")
 
     # ----------------------------------------------------------------------------------------------
     # Model and optimizers, restored from the checkpoint
@@ -1079,7 +1077,6 @@ def main(
     tracker = None
     if world.is_rank0:
         tracker = start_wandb(flags.run, asdict(flags), progress, closing, resumes_in_place)
-    log_start(plan, progress, last_step)
     for line in (*warnings, *rise_warning(progress, flags.lr * last_rate, horizon)):
         logger.warning(line)
     rows = max(flags.micro_batch, EVAL_BYTES // flags.seq_len)
@@ -1111,30 +1108,30 @@ def main(
         step = progress.step
         is_last = step >= last_step
 
-        # Once in a while: evaluate. A signal interrupts it, but not its record.
-        evaluates = flags.eval_every and (is_last or step % flags.eval_every == 0)
-        if progress.metrics and evaluates and progress.val_loss is None:
-            found = stop.may_interrupt(evaluate_now)
-            if found is not None:
-                progress.record_evaluation(found, counts=step % flags.eval_every == 0)
-                writer.mark_unsaved(step)  # a resumed checkpoint lacks the evaluation
+        if progress.metrics:  # a step was made
+            # Once in a while: evaluate. A signal interrupts it, but not its record.
+            evaluates = flags.eval_every and (is_last or step % flags.eval_every == 0)
+            if evaluates and progress.val_loss is None:
+                found = stop.may_interrupt(evaluate_now)
+                if found is not None:
+                    progress.record_evaluation(found, counts=step % flags.eval_every == 0)
+                    writer.mark_unsaved(step)  # a resumed checkpoint lacks the evaluation
 
-        # Once in a while: sample
-        samples = flags.sample_every and (is_last or step % flags.sample_every == 0)
-        if progress.metrics and samples:
-            stop.may_interrupt(partial(log_sample, model, step, flags, validation))
+            # Once in a while: sample
+            if flags.sample_every and (is_last or step % flags.sample_every == 0):
+                stop.may_interrupt(partial(log_sample, model, step, flags, validation))
 
-        # Every step: its line of metrics.jsonl, and wandb
-        if progress.metrics and metrics_file:
-            metrics_file.write(progress.metrics)
-        if progress.metrics and tracker and step >= log.first_step:
-            tracker.log(progress.metrics, step=step)
+            # Every step: its line of metrics.jsonl, and wandb
+            if metrics_file:
+                metrics_file.write(progress.metrics)
+            if tracker and step >= log.first_step:
+                tracker.log(progress.metrics, step=step)
 
         # Once in a while: save. `ends` is asked once: a signal may arrive at any time.
         ends = is_last or stop.agreed is not None or progress.out_of_patience(flags.patience)
         is_best = flags.keep_best and progress.is_best
         is_due = (step % flags.ckpt_every == 0 or is_best) and not progress.skipped
-        if step > max(0, writer.saved_step) and (ends or is_due):
+        if step > writer.saved_step and (ends or is_due):
             state = dict(
                 model_state_dict=model_state(model),
                 optimizer_state_dict=optimizers.state_dict(),
@@ -1171,7 +1168,7 @@ def main(
             memory=machine.peak_memory(world.device),
             time=time.time(),
         )
-        bytes_seen = (first + plan.sequences) * flags.seq_len
+        bytes_seen = (first + plan.layout.sequences) * flags.seq_len
         events = progress.record(metrics, bytes_seen, loader.epoch(first), now.clears_tables)
         log.log(events)
         if profiler:
@@ -1223,11 +1220,11 @@ def command_line(argv: list[str] | None = None, model_class: type[Spider] = Spid
             except Stopped as where:
                 number = stop.agreed or stop.asked
                 assert number is not None  # a signal raised Stopped
+                status = 128 + number
                 if world.is_rank0:
                     common.print_error("train.py", f"{number.name}: {where}")
-                if stop.agreed:  # by all ranks; before the first step others may be in a collective
-                    world.leave()
-                return 128 + number
+                if not stop.agreed:  # before the first step others may be in a collective
+                    return status
             except Diverged:  # on all ranks, after the same step
                 world.leave()
                 raise

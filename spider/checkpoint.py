@@ -129,11 +129,9 @@ def load_checkpoint(path: Path, mapped: bool = False) -> dict:
             check_regular(path)
             check_archive(path, sums=not mapped)
             state = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
-            missing = REQUIRED - (state.keys() if isinstance(state, dict) else set())
+            missing = REQUIRED - state.keys()
             if missing:
-                raise CheckpointError(
-                    f"{path} is not a Spider checkpoint: it lacks {', '.join(sorted(missing))}"
-                )
+                raise ValueError(f"it lacks {', '.join(sorted(missing))}")
         return recorded(state)
 
 
@@ -229,10 +227,9 @@ def read_export(path: Path) -> dict:
         directory = path.parent
         files = [path]
     config = read_json(directory / "config.json")
-    for file in files:
-        check_regular(file)
     weights: dict[str, Tensor] = {}
     for file in files:
+        check_regular(file)
         for name, weight in safetensors().torch.load_file(file).items():
             weights[name.removeprefix(PREFIX)] = weight
     facts = {"step": 0} | config.get("training", {})
@@ -443,11 +440,10 @@ class CheckpointWriter:
         self.keep_last = keep_last
         self.keep_best = keep_best
         self.world = world
-        self.saved_step = step if resumes_in_place else -1  # step of the newest saved state
-        self.failed = False  # whether the newest write failed
+        self.saved_step = step if resumes_in_place else 0  # step of the newest saved state
         self.host_copy: Any = None  # the newest saved state, whose memory the next save reuses
         self.thread = ThreadPoolExecutor(1)
-        self.writing: Future[None] = self.thread.submit(lambda: None)
+        self.writing: Future[bool] = self.thread.submit(lambda: True)  # whether it succeeded
         if world.is_rank0:
             common.delete_unfinished(directory, "spider-step*.pt")
             # Not later ones: load_origin found them damaged, but find_checkpoints reads no sums.
@@ -475,12 +471,12 @@ class CheckpointWriter:
     def holds(self, step: int) -> bool:
         """Wait for the current write; return whether the state of a step is saved. Every rank calls
         it."""
-        self.writing.result()
-        return self.world.on_rank0(lambda: self.saved_step == step and not self.failed)
+        written = self.writing.result()
+        return self.world.on_rank0(lambda: self.saved_step == step and written)
 
-    def _write(self, state: dict, sync_metrics: Callable[[], None], in_loop: float):
-        """Write a state to its file, and log the outcome. in_loop: seconds that the save took in
-        the loop."""
+    def _write(self, state: dict, sync_metrics: Callable[[], None], in_loop: float) -> bool:
+        """Write a state to its file, and log the outcome. Return whether it was written. in_loop:
+        seconds that the save took in the loop."""
         began = time.perf_counter()
         path = checkpoint_path(self.directory, state["step"])
         try:
@@ -488,19 +484,18 @@ class CheckpointWriter:
                 write_archive(file, state)
                 sync_metrics()
         except OSError as fault:
-            self.failed = True
             logger.error(
                 f"CHECKPOINT NOT SAVED: {path}: {fault.strerror or fault}; older ones stay as they "
                 f"are; the next save tries again"
             )
-            return
-        self.failed = False
+            return False
         in_background = time.perf_counter() - began
         logger.info(
             f"saved {path}: {1e3 * in_loop:.0f} ms in the loop, {in_background:.1f} s in the "
             f"background"
         )
         self._retain(saved_checkpoint(path, state))
+        return True
 
     def _retain(self, newest: SavedCheckpoint):
         """Add a checkpoint to those of the directory, and delete all but these: the newest

@@ -4,8 +4,8 @@
     python -m spider.curves OUT.png "default=checkpoints/a" "three loops=checkpoints/b"
 
 A panel shows one quantity over the bytes seen, in a color per run: a moving average, and circles
-for validation. The first tenth of a run sets no axis, since its losses would flatten the rest. A
-quantity that does not vary after it gets no panel. matplotlib is imported only to draw.
+for validation. The first tenth of a run sets no axis, since its losses would flatten the rest.
+matplotlib is imported only to draw.
 """
 
 import importlib.util
@@ -34,7 +34,6 @@ PANELS = {  # title: key in metrics.jsonl, key of its validation
 }
 SOURCE = "val_bpb/"  # prefix of the keys of a source's validation
 COLUMNS = 3  # panels in a row
-NOISE = 1e-5  # relative: a quantity that varies less is constant except for rounding
 
 Curves = dict[str, np.ndarray]  # by key, [2, values]: bytes seen, values
 
@@ -54,8 +53,8 @@ def read_curves(directory: Path) -> Curves:
 
 
 def later(values: np.ndarray) -> np.ndarray:
-    """Return the last nine tenths of an array's last dimension."""
-    return values[..., values.shape[-1] // 10 :]
+    """Return the last nine tenths of some values."""
+    return values[len(values) // 10 :]
 
 
 def smooth(curve: np.ndarray) -> np.ndarray:
@@ -66,21 +65,13 @@ def smooth(curve: np.ndarray) -> np.ndarray:
 
 
 def panels_of(runs: list[Curves]) -> dict[str, tuple[str, str]]:
-    """Return the panels of what varies in these runs, with one for each source of a mixture."""
-    panels = dict(PANELS)
-    for key in sorted(set().union(*runs)):
+    """Return the panels of what these runs have, with one for each source of a mixture."""
+    found = set().union(*runs)
+    panels = {title: keys for title, keys in PANELS.items() if found & {*keys}}
+    for key in sorted(found):
         if key.startswith(SOURCE):
-            source = key.removeprefix(SOURCE)
-            panels[f"validation of {source}, bits per byte"] = ("", key)
-    varying = {}
-    for title, keys in panels.items():
-        found = [later(run[key][1]) for run in runs for key in keys if key in run]
-        if not found:
-            continue
-        values = np.concatenate(found)
-        if np.ptp(values) > NOISE * values.max():
-            varying[title] = keys
-    return varying
+            panels[f"validation of {key.removeprefix(SOURCE)}, bits per byte"] = ("", key)
+    return panels
 
 
 def draw_curves(out: Path, labels: list[str], runs: list[Curves]):

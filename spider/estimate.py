@@ -5,7 +5,9 @@ the first choice of micro-batch and recomputation, which train.fit_micro_batch p
 """
 
 import shutil
-from collections.abc import Container, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Container, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -152,21 +154,15 @@ def estimate_memory(plan: "Plan", world: World) -> dict[str, float]:
     casts = 0
     if flags.precision != "fp32":
         casts = state.dense * size // 4
-    if flags.precision == "fp8":  # a converted weight takes one byte
-        casts -= sum(model.get_parameter(name).numel() for name in weights_in_fp8(model))
 
     gradients: float = state.dense
     of_tables = table_gradients(model, rows * flags.grad_accum)
     gathered = 0
     if world.ranks > 1:  # see shard_model; tables and their summed gradients are not sharded
         of_tables = state.tables
-        gathered = state.dense
+        gathered = state.dense  # at most: in shards the core's at a time, most of them
         if flags.grad_accum == 1:
             gradients /= world.shards
-            if world.shards > 1:  # a group at a time, of which the core is the largest
-                gathered = 4 * sum(
-                    p.numel() for name, p in model.named_parameters() if name.startswith("core.")
-                )
     elif flags.grad_accum == 1:
         # they replace activations; with several micro-steps, they exist before
         gradients = max(0.0, gradients + of_tables - kept)
@@ -179,8 +175,6 @@ def estimate_memory(plan: "Plan", world: World) -> dict[str, float]:
         "optimizer": state.dense_state / world.shards + state.table_state,
         "cast weights": casts,
         "activations": kept,
-        # ids and labels, int64, of this step and the next one (data.Feed)
-        "batches": 2 * 2 * 8 * rows * flags.grad_accum,
         "gathered weights": gathered,
     }
     if on_cpu:
@@ -213,19 +207,18 @@ def numbers_kept(plan: "Plan") -> float:
     recompute = plan.flags.recompute
     segments = 1 / c.bytes_per_segment  # per byte
     byte_layers = c.n_prelude_layers + c.n_coda_layers
-    widths: dict[str, float] = dict(prelude=0.0, core=0.0, coda=0.0, others=0.0)
+    widths: dict[str, float] = defaultdict(float)  # by part of the model
     for name, uses in uses_of_matrices(plan.model, segments, n_loops).items():
         shape = plan.model.get_parameter(name).shape
-        part = name.partition(".")[0]
-        if part not in widths:
-            part = "others"
-        widths[part] += uses * shape[:-2].numel() * sum(shape[-2:])
+        widths[name.partition(".")[0]] += uses * shape[:-2].numel() * sum(shape[-2:])
+    in_core = widths["core"]
     in_byte_layers = widths["prelude"] + widths["coda"]
+    in_others = sum(widths.values()) - in_core - in_byte_layers
     in_a_layer = in_byte_layers / max(1, byte_layers)
 
-    kept = 2.0 * widths["others"]  # mostly in fp32
+    kept = 2.0 * in_others  # mostly in fp32
     if recompute == "nothing":
-        kept += 0.9 * widths["core"]
+        kept += 0.9 * in_core
     else:  # the input of each visit of a layer, and what attention and routing keep
         visits = segments * n_loops * c.n_recurrent_layers
         kept += 2.5 * visits * c.hidden_size
@@ -266,25 +259,6 @@ def first_that_fits(plans: Sequence["Plan"], world: World) -> tuple[int, dict[st
     return len(plans) - 1, memory
 
 
-def usable_memory(world: World) -> float:
-    """Return the bytes that a rank's step may take: of a GPU the part that FITS, of a machine
-    all."""
-    available = memory_of(world.device, world.local_ranks)
-    return FITS * available if world.device.type == "cuda" else available
-
-
-def describe_memory(memory: Mapping[str, float], world: World) -> str:
-    """Describe the memory of a run by purpose, and whether it suffices."""
-    needed = sum(memory.values())
-    usable = usable_memory(world)
-    verdict = "NOT ENOUGH" if needed > usable else "enough"
-    purposes = [f"{name} {size / 1e9:.2f}" for name, size in memory.items() if size >= 5e6]
-    return (
-        f"memory: about {needed / 1e9:.3g} GB of {usable / 1e9:.3g} that a step may take, "
-        f"{verdict}: {', '.join(purposes)}"
-    )
-
-
 def check_memory(plan: "Plan", world: World):
     """Raise TooLarge if a local rank surely needs more memory than there is.
 
@@ -298,8 +272,7 @@ def check_memory(plan: "Plan", world: World):
             f"--micro_batch: the run needs about {needed * world.local_ranks / 1e9:.3g} GB, but "
             f"this machine has {available * world.local_ranks / 1e9:.3g} GB: {less_memory(plan)}"
         )
-    obstacle = obstacle_to_copy(plan, world)
-    if obstacle:
+    if obstacle := obstacle_to_copy(plan, world):
         raise TooLarge(f"--ckpt_every: {obstacle}")
 
 
@@ -349,68 +322,50 @@ def rates(plan: "Plan", peak: float) -> tuple[float, float]:
     return 1 / products, 1 / max(products + others, launches)
 
 
-def obstacle_to_timing(plan: "Plan", world: World, bound: float) -> str | None:
-    """Return why the dry run times no step, or None. bound: bytes/s that matrix products alone
-    allow."""
-    if world.ranks > 1:
-        return "there are several ranks"
-    if plan.flags.compile != "off":
-        return "compiling the layers takes minutes"
-    if sum(plan.memory.values()) > free_memory(world.device):
-        return "there is too little memory"
-    if plan.step_bytes > TOO_LONG * bound:
-        return "a step takes too long"
-    return None
+def is_timed(plan: "Plan", world: World, bound: float) -> bool:
+    """Return whether the dry run times steps: one rank has the memory, and they take no minutes.
+    bound: bytes/s that matrix products alone allow."""
+    fits = sum(plan.memory.values()) <= free_memory(world.device)
+    is_quick = plan.flags.compile == "off" and plan.step_bytes <= TOO_LONG * bound
+    return world.ranks == 1 and fits and is_quick
 
 
-UNITS = {"years": 365.25 * 86400, "days": 86400, "hours": 3600, "minutes": 60}  # in seconds
+LONGEST = 1e13  # seconds, within the range of timedelta
 
 
 def describe_duration(seconds: float) -> str:
-    """Format a duration for people, in the largest unit of which it has two."""
-    unit = "seconds"
-    count = seconds
-    for name, length in UNITS.items():
-        if seconds >= 2 * length:
-            unit = name
-            count = seconds / length
-            break
-    digits = 0 if count >= 10 else 1
-    return f"{count:,.{digits}f} {unit}"
+    """Format a duration for people: [days, ]hours:minutes:seconds."""
+    return str(timedelta(seconds=round(min(seconds, LONGEST))))
 
 
-MORE_DISK = "make room, or name a --ckpt_dir on another disk"
-
-
-def describe_disk(plan: "Plan") -> tuple[str, bool]:
-    """Describe the disk that the checkpoints of a run take; return also whether it suffices."""
+def describe_needs(plan: "Plan", world: World) -> tuple[list[str], list[str]]:
+    """Describe the memory of a step by purpose, and the disk that checkpoints take; return also
+    what does not suffice, with remedies."""
+    needed = sum(plan.memory.values())
+    usable = memory_of(world.device, world.local_ranks)
+    if world.device.type == "cuda":
+        usable *= FITS
+    purposes = [f"{name} {size / 1e9:.2f}" for name, size in plan.memory.items() if size >= 5e6]
     directory = Path(plan.flags.ckpt_dir).absolute()
     existing = next(path for path in (directory, *directory.parents) if path.is_dir())
     free = shutil.disk_usage(existing).free
     wanted = plan.flags.keep_last + plan.flags.keep_best
     present = min(wanted, len(checkpoint_paths(directory)))
     missing = wanted + 1 - present  # one more, while the oldest is not yet deleted
-    line = (
+    lines = [
+        f"memory: about {needed / 1e9:.3g} GB of {usable / 1e9:.3g} that a step may take: "
+        f"{', '.join(purposes)}",
         f"disk: {free / 1e9:.1f} GB free for {wanted + 1} checkpoints of "
-        f"{plan.checkpoint_size / 1e9:.2f} GB, {present} of which exist"
-    )
-    return line, missing * plan.checkpoint_size <= free
-
-
-def print_memory_and_disk(plan: "Plan", world: World) -> list[str]:
-    """Print the estimates of memory and disk; return what does not suffice, with remedies."""
-    print(describe_memory(plan.memory, world))
-    disk, is_enough = describe_disk(plan)
-    print(disk, flush=True)
+        f"{plan.checkpoint_size / 1e9:.2f} GB, {present} of which exist",
+    ]
     lacking = []
-    if sum(plan.memory.values()) > usable_memory(world):
+    if needed > usable:
         lacking.append(f"memory: {less_memory(plan)}")
-    obstacle = obstacle_to_copy(plan, world)
-    if obstacle:
+    if obstacle := obstacle_to_copy(plan, world):
         lacking.append(obstacle)
-    if not is_enough:
-        lacking.append(f"disk: {MORE_DISK}")
-    return lacking
+    if missing * plan.checkpoint_size > free:
+        lacking.append("disk: make room, or name a --ckpt_dir on another disk")
+    return lines, lacking
 
 
 def print_tables(plan: "Plan"):
@@ -423,11 +378,9 @@ def print_tables(plan: "Plan"):
         share = parameters / total
         print(f"  {component:34}{parameters:14,}{share:8.1%}{active:18,.0f}")
     print(f"  {'total':34}{total:14,}{1:8.0%}{total_active:18,.0f}")
-    costs = []
-    for length in (1, plan.config.bytes_per_segment, 8):
-        cost = flops_per_byte(plan.model, length, plan.flags.n_loops, plan.flags.seq_len)
-        costs.append(f"{cost / 1e9:.3g} G at {length:.2g} bytes per segment")
-    print(f"\ntraining FLOPs per byte, {', '.join(costs)}")
+    length = plan.config.bytes_per_segment
+    cost = flops_per_byte(plan.model, length, plan.flags.n_loops, plan.flags.seq_len)
+    print(f"\ntraining FLOPs per byte, {cost / 1e9:.3g} G at {length:.2g} bytes per segment")
     for title, values in (("configuration", vars(plan.config)), ("flags", vars(plan.flags))):
         print(title)
         for name, value in values.items():

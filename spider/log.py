@@ -29,7 +29,6 @@ def describe_plan(
 
     inherited: the flags that the environment and --config set."""
     flags = plan.flags
-    values, rules = plan.defaults
     parameters = sum(p.numel() for p in plan.model.parameters()) / 1e6
     hardware = f"{torch.get_num_threads()} threads"
     if world.device.type == "cuda":
@@ -42,19 +41,16 @@ def describe_plan(
         f"{world.device}, {hardware}{layout}",
         f"precision {flags.precision}, compile {flags.compile}, expert backend "
         f"{flags.moe_backend}, optimizer {flags.optimizer}, recompute {flags.recompute}",
+        f"a step of {plan.step_bytes:,} bytes: --micro_batch {flags.micro_batch} --grad_accum "
+        f"{flags.grad_accum}",
         *plan.reasons,
     ]
-    if "micro_batch" not in plan.given | values.keys() or "global_batch" in plan.given:
-        lines.append(
-            f"a step of {plan.step_bytes:,} bytes: --micro_batch {flags.micro_batch} --grad_accum "
-            f"{flags.grad_accum}"
-        )
     if flags.minutes:
         lines.append(
             f"--minutes {flags.minutes:g} set this run's horizon, {flags.target_tokens:,} bytes, "
             f"when the run was started; to train longer, give --target_tokens instead"
         )
-    if "lr" in rules:
+    if "lr" in plan.defaults.rules:
         lines.append(describe_rate(plan))
     by_source = {f"recipe of {plan.recipe}": set_by_recipe(plan)} | dict(inherited)
     for source, settings in by_source.items():
@@ -67,9 +63,7 @@ def describe_plan(
 def set_by_recipe(plan: Plan) -> dict[str, object]:
     """Return the flags whose values the recipe decided."""
     names = (plan.defaults.values.keys() | plan.defaults.rules.keys()) - plan.given
-    # each of these two follows from the other
-    if plan.given & {"micro_batch", "global_batch"}:
-        names -= {"micro_batch", "global_batch"}
+    names -= {"micro_batch", "global_batch"}  # which describe_plan has
     return {name: value for name, value in vars(plan.flags).items() if name in names}
 
 
@@ -99,18 +93,6 @@ def as_argument(name: str, value: object) -> str:
 
 LOG_LINES = 100  # without --log_every: about so many lines of steps in a run
 LOG_SECONDS = 60.0  # ... and at least one every so often
-
-
-def log_start(plan: Plan, progress: RunProgress, last_step: int):
-    """Log where a run begins, and what a step costs."""
-    flags = plan.flags
-    length = plan.config.bytes_per_segment
-    cost = estimate.flops_per_byte(plan.model, length, flags.n_loops, flags.seq_len)
-    logger.info(
-        f"step {progress.step:,} of {last_step:,}, each of {plan.step_bytes:,} bytes; "
-        f"{cost / 1e9:.2g} GFLOP per byte at {length:.2g} bytes per segment; checkpoints in "
-        f"{flags.ckpt_dir}"
-    )
 
 
 def columns_of(plan: Plan, device: torch.device) -> dict[str, str]:
@@ -150,6 +132,13 @@ class StepLog:
         self.every = plan.flags.log_every or math.ceil(last_step / LOG_LINES)
         self.began = time.perf_counter()
         self.logged = self.began  # time of the last line
+        length = plan.config.bytes_per_segment
+        cost = estimate.flops_per_byte(plan.model, length, plan.flags.n_loops, plan.flags.seq_len)
+        logger.info(
+            f"step {progress.step:,} of {last_step:,}, each of {plan.step_bytes:,} bytes; "
+            f"{cost / 1e9:.2g} GFLOP per byte at {length:.2g} bytes per segment; checkpoints in "
+            f"{plan.flags.ckpt_dir}"
+        )
         logger.info(f"columns of a step: {', '.join(self.columns.values())}")
 
     def log(self, events: StepEvents):
@@ -191,10 +180,10 @@ def odd_step_line(progress: RunProgress, plan: Plan) -> str:
     flags = plan.flags
     what = "skipped: loss or gradient is not finite" if progress.skipped else "is a spike"
     where = "--mock_data" if flags.mock_data else quoted(flags.data_dir)
-    first = progress.next_sequence(flags.seq_len) - plan.sequences
+    first = progress.next_sequence(flags.seq_len) - plan.layout.sequences
     return (
         f"step {progress.step} {what}; its batch: python data.py show {where} --seq_len "
-        f"{flags.seq_len} --seed {flags.seed} --first {first} --count {plan.sequences}"
+        f"{flags.seq_len} --seed {flags.seed} --first {first} --count {plan.layout.sequences}"
     )
 
 
@@ -227,15 +216,8 @@ def how_to_train_longer(plan: Plan, progress: RunProgress, horizon: int) -> str:
         )
     if progress.step < horizon:
         return "to continue, raise --max_steps"
-    ends_it = [
-        f"--{name}"
-        for name in ("minutes", "target_flops", "target_param_data_ratio", "max_steps")
-        if getattr(flags, name)
-    ]
-    same = "the same flags"
-    if ends_it:
-        same += f" without {' and '.join(ends_it)}"
     return (
-        f"to train longer: {same}, but --resume {quoted(flags.ckpt_dir)}, a new --ckpt_dir and a "
-        f"larger --target_tokens; the rate rises again, and with it the loss at first"
+        f"to train longer: the same flags, but --resume {quoted(flags.ckpt_dir)}, a new --ckpt_dir "
+        f"and a larger --target_tokens as the only horizon; the rate rises again, and with it the "
+        f"loss at first"
     )

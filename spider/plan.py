@@ -21,7 +21,6 @@ from spider.config import RECOMPUTE, SpiderConfig
 from spider.distributed import World
 from spider.fp8 import describe_fp8
 from spider.memory import tables_of
-from spider.optim import ENGRAM_TABLES, kinds_of
 from spider.run import RunProgress
 from spider.state import on_meta
 from spider.vocabulary import VOCAB_SIZE
@@ -59,14 +58,9 @@ class Plan:
         return StepLayout(self.flags.micro_batch, self.flags.grad_accum, self.ranks)
 
     @property
-    def sequences(self) -> int:
-        """Sequences per optimizer step, on all ranks together."""
-        return self.layout.sequences
-
-    @property
     def step_bytes(self) -> int:
         """Bytes per optimizer step, on all ranks together."""
-        return self.sequences * self.flags.seq_len
+        return self.layout.sequences * self.flags.seq_len
 
     @property
     def horizon(self) -> int:
@@ -248,11 +242,7 @@ def with_horizon(flags: "Flags", given: Set[str], recipe: "Recipe", model: Spide
             model, config.bytes_per_segment, flags.n_loops, flags.seq_len
         )
     elif flags.target_param_data_ratio:
-        parameters = sum(
-            model.get_parameter(name).numel()
-            for name, kind in kinds_of(model).items()
-            if kind.component != ENGRAM_TABLES
-        )
+        parameters = estimate.state_size(model, flags.optimizer).dense / 4  # in fp32
         target = flags.target_param_data_ratio * parameters
     flags = replace(flags, target_tokens=max(1, math.ceil(min(target, LARGEST))))
 
@@ -269,22 +259,12 @@ def with_horizon(flags: "Flags", given: Set[str], recipe: "Recipe", model: Spide
     return flags
 
 
-def with_minutes(plan: Plan, sources: Sequence[Source], rate: float) -> Plan:
-    """Choose the horizon so that the run takes --minutes at `rate` bytes/s.
-
-    What was chosen counts as given from then on."""
-    chosen = fit_into_minutes(plan, sources, rate)
-    given = plan.given | chosen.keys()
-    flags = replace(plan.flags, **chosen)
-    flags = with_horizon(flags, given, plan.defaults, plan.model)
-    return replace(plan, flags=flags, given=given)
-
-
 EVALUATIONS = 10  # of a run by the recipes' rule, train.ten_evaluations
 
 
-def fit_into_minutes(plan: Plan, sources: Sequence[Source], rate: float) -> dict[str, Any]:
-    """Return target_tokens and eval_tokens for a run of --minutes at `rate` bytes/s.
+def with_minutes(plan: Plan, sources: Sequence[Source], rate: float) -> Plan:
+    """Choose --target_tokens and --eval_tokens for a run of --minutes at `rate` bytes/s. What was
+    chosen counts as given from then on.
 
     An evaluation costs a third of training per byte, and reads at most the held-out bytes that
     there are. All evaluations get at most a quarter of the time, unless --eval_tokens is given."""
@@ -303,7 +283,10 @@ def fit_into_minutes(plan: Plan, sources: Sequence[Source], rate: float) -> dict
     if flags.eval_every:
         target = total - evaluations * min(eval_tokens, held_out) / 3
     target_tokens = max(plan.step_bytes, int(min(target, LARGEST)))
-    return dict(target_tokens=target_tokens, eval_tokens=eval_tokens)
+    flags = replace(flags, target_tokens=target_tokens, eval_tokens=eval_tokens)
+    given = plan.given | {"target_tokens", "eval_tokens"}
+    flags = with_horizon(flags, given, plan.defaults, plan.model)
+    return replace(plan, flags=flags, given=given)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -450,21 +433,20 @@ def print_dry_run(
     estimate.print_tables(plan)
     if flags.precision == "fp8":
         print(describe_fp8(plan.model, flags.fp8_experts))
-    for line in remarks:
+    needs, lacking = estimate.describe_needs(plan, world)
+    for line in (*remarks, *needs):
         say(line)
-    lacking = estimate.print_memory_and_disk(plan, world)
 
     bound, expected = estimate.rates(plan, machine.product_rate(world.device) * world.ranks)
     steps = flags.max_steps or plan.horizon
     n_bytes = steps * plan.step_bytes
-    obstacle = estimate.obstacle_to_timing(plan, world, bound)
-    if obstacle is None:
+    if estimate.is_timed(plan, world, bound):
         rate = time_steps()
         duration = f"{estimate.describe_duration(n_bytes / rate)} at {rate:,.0f} bytes/s, as timed"
     else:
         duration = (
             f"at least {estimate.describe_duration(n_bytes / bound)}: matrix products alone allow "
-            f"{bound:,.0f} bytes/s (no step was timed: {obstacle})"
+            f"{bound:,.0f} bytes/s"
         )
         if world.device.type == "cuda" and flags.precision != "fp32":
             duration = (

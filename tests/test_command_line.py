@@ -100,7 +100,7 @@ def test_smoke_run_learns_and_leaves_a_checkpoint_and_metrics(tmp_path):
     done = command(*argv, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert [words for words in LOGGED if words not in done.stderr] == []
-    assert re.search(r"step 20/20 .* ETA 0.0 seconds", done.stderr)
+    assert re.search(r"step 20/20 .* ETA 0:00:00", done.stderr)
     directory = tmp_path / "checkpoints" / "mock"
     assert (directory / "spider-step20.pt").exists()
     assert not find_checkpoints(tmp_path / "checkpoints")

@@ -56,17 +56,18 @@ def test_only_finite_numbers_of_metrics_are_drawn_and_losses_in_bits(tmp_path):
     assert found.keys() == {"step", "bytes_seen", "loss", "bpb"}
 
 
-def test_a_quantity_that_does_not_vary_after_the_first_tenth_has_no_panel(panels):
+def test_there_is_a_panel_for_each_quantity_of_some_run_and_the_first_tenth_sets_no_axis(panels):
     steps = np.arange(100)
     run = curves_of(
-        bpb=np.linspace(3, 2, 100),
-        mean_loops=1 + 1e-7 * (steps % 3),
-        lr=np.minimum(steps, 10),
+        bpb=np.where(steps < 10, 9.0, 2.0 + steps / 100),
         val_bpb=[2.0],
-        **{"val_bpb/a": [3.0, 2.0], "val_bpb/b": [1.0]},
+        memory=steps,
+        **{"val_bpb/a": [3.0, 2.0]},
     )
     titles = ["bits per byte", "validation of a, bits per byte"]
-    assert list(panels(run)) == titles
+    found = panels(run)
+    assert list(found) == titles
+    assert found[titles[0]].get_ylim()[1] < 3.5
     looped = curves_of(mean_loops=[2.0] * 9)
     assert list(panels(run, looped)) == [titles[0], "loops until halting", titles[1]]
 

@@ -15,9 +15,9 @@ from spider.checkpoint import FROM_SCRATCH, Origin
 from spider.common import UsageError
 from spider.config import SpiderConfig
 from spider.plan import (
-    fit_into_minutes,
     horizon_warnings,
     splits_of,
+    with_minutes,
     with_recipe,
     with_split,
 )
@@ -215,8 +215,8 @@ def test_a_run_fits_its_evaluations_into_its_minutes():
 
     def fitted(minutes: float, argv: str) -> tuple[int, int]:
         words = f"--model tiny --seq_len 100 --minutes {minutes} {argv}".split()
-        found = fit_into_minutes(settled(*words), [mock_source(0)], 1000.0)
-        return found["target_tokens"], found["eval_tokens"]
+        flags = with_minutes(settled(*words), [mock_source(0)], 1000.0).flags
+        return flags.target_tokens, flags.eval_tokens
 
     # ten evaluations of a recipe
     assert fitted(1, "") == (45_000, 4500)
