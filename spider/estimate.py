@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import nn
 
+from spider import machine
 from spider.checkpoint import checkpoint_paths
 from spider.common import TooLarge
 from spider.distributed import World
 from spider.fp8 import takes_fp8
-from spider.machine import free_memory, memory_of, multiplies_bf16, process_memory
+from spider.machine import free_memory, multiplies_bf16, process_memory
 from spider.memory import tables_of
 from spider.optim import ENGRAM_TABLES, Read, kinds_of
 
@@ -175,6 +176,8 @@ def estimate_memory(plan: "Plan", world: World) -> dict[str, float]:
         "optimizer": state.dense_state / world.shards + state.table_state,
         "cast weights": casts,
         "activations": kept,
+        # ids and labels, int64, of this step and the next one (data.Feed)
+        "batches": 2 * 2 * 8 * rows * flags.grad_accum,
         "gathered weights": gathered,
     }
     if on_cpu:
@@ -251,7 +254,7 @@ FITS = 0.85
 def first_that_fits(plans: Sequence["Plan"], world: World) -> tuple[int, dict[str, float]]:
     """Return the number of the first plan whose step fits into memory, else that of the last, and
     its memory by purpose."""
-    available = memory_of(world.device, world.local_ranks)
+    available = machine.memory_of(world.device, world.local_ranks)
     for i, plan in enumerate(plans):
         memory = estimate_memory(plan, world)
         if sum(memory.values()) <= FITS * available:
@@ -265,7 +268,7 @@ def check_memory(plan: "Plan", world: World):
     The kernel would kill a run on a CPU without a message, and on a GPU kernels would be compiled
     for minutes first.
     """
-    available = memory_of(world.device, world.local_ranks)
+    available = machine.memory_of(world.device, world.local_ranks)
     needed = sum(plan.memory.values())
     if needed > 1.25 * available:
         raise TooLarge(
@@ -278,9 +281,10 @@ def check_memory(plan: "Plan", world: World):
 
 def less_memory(plan: "Plan") -> str:
     """Name flags with which a step takes less memory."""
+    more_shards = f"raise --shards to {plan.ranks}, " if plan.flags.shards < plan.ranks else ""
     return (
-        f"give --global_batch {plan.step_bytes} without --micro_batch, --grad_accum and "
-        f"--recompute, raise --shards, or choose a smaller --seq_len or --model"
+        f"{more_shards}give --global_batch {plan.step_bytes} without --micro_batch, --grad_accum "
+        f"and --recompute, or choose a smaller --seq_len or --model"
     )
 
 
@@ -342,7 +346,7 @@ def describe_needs(plan: "Plan", world: World) -> tuple[list[str], list[str]]:
     """Describe the memory of a step by purpose, and the disk that checkpoints take; return also
     what does not suffice, with remedies."""
     needed = sum(plan.memory.values())
-    usable = memory_of(world.device, world.local_ranks)
+    usable = machine.memory_of(world.device, world.local_ranks)
     if world.device.type == "cuda":
         usable *= FITS
     purposes = [f"{name} {size / 1e9:.2f}" for name, size in plan.memory.items() if size >= 5e6]

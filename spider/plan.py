@@ -21,6 +21,7 @@ from spider.config import RECOMPUTE, SpiderConfig
 from spider.distributed import World
 from spider.fp8 import describe_fp8
 from spider.memory import tables_of
+from spider.optim import ENGRAM_TABLES, kinds_of
 from spider.run import RunProgress
 from spider.state import on_meta
 from spider.vocabulary import VOCAB_SIZE
@@ -242,7 +243,11 @@ def with_horizon(flags: "Flags", given: Set[str], recipe: "Recipe", model: Spide
             model, config.bytes_per_segment, flags.n_loops, flags.seq_len
         )
     elif flags.target_param_data_ratio:
-        parameters = estimate.state_size(model, flags.optimizer).dense / 4  # in fp32
+        parameters = sum(
+            model.get_parameter(name).numel()
+            for name, kind in kinds_of(model).items()
+            if kind.component != ENGRAM_TABLES
+        )
         target = flags.target_param_data_ratio * parameters
     flags = replace(flags, target_tokens=max(1, math.ceil(min(target, LARGEST))))
 

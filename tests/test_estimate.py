@@ -71,7 +71,7 @@ def test_weights_and_the_state_of_an_optimizer_take_the_bytes_that_are_estimated
 def test_the_first_plan_that_fits_is_chosen_with_room_to_spare_or_else_the_last(monkeypatch):
     monkeypatch.setattr(estimate, "estimate_memory", lambda size, _: {"activations": size})
     for available, wanted in ((80 / 0.85, 0), (80 / 0.86, 1), (10 / 0.85, 2), (1, 2)):
-        monkeypatch.setattr(estimate, "memory_of", lambda *_, n=available: n)
+        monkeypatch.setattr(machine, "memory_of", lambda *_, n=available: n)
         assert first_that_fits([80, 40, 10], world_of())[0] == wanted
 
 
@@ -241,7 +241,7 @@ def test_the_dry_run_ends_with_what_does_not_suffice_and_with_status_1(
     train_small, monkeypatch, short, capsys
 ):
     if "memory" in short:
-        monkeypatch.setattr(estimate, "memory_of", lambda *_: 1e6)
+        monkeypatch.setattr(machine, "memory_of", lambda *_: 1e6)
     if "disk" in short:
         monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1e5))
     directory = train_small("--dry_run", status=1 if short else 0)
@@ -315,7 +315,7 @@ def test_a_run_that_needs_far_more_memory_than_there_is_is_refused(
     monkeypatch, device, needed, copy, refusal
 ):
     """A device of 100 bytes; `copy`: bytes of a checkpoint."""
-    monkeypatch.setattr(estimate, "memory_of", lambda *_: 100.0)
+    monkeypatch.setattr(machine, "memory_of", lambda *_: 100.0)
     memory = dict(parameters=needed)
     plan = replace(settled("--model", "tiny"), memory=memory, checkpoint_size=copy)
     with pytest.raises(TooLarge, match=refusal) if refusal else nullcontext():

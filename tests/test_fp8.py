@@ -8,11 +8,11 @@ import torch
 
 import train
 from conftest import SMALL, awake, settled, small_config, text, world_of
+from data import Batch
 from spider.fp8 import convert_to_fp8, input_scale, takes_fp8
 from spider.layers import Linear, rms_norm
 from spider.optim import Optimizers
 from spider_model import Spider
-from test_train import batches_of
 from train import StepSettings, train_step
 
 
@@ -77,7 +77,7 @@ def test_an_infinite_gradient_in_fp8_skips_the_step(name):
 
     model.get_submodule(name).register_forward_hook(overflow_in_backward)
     optimizers = Optimizers(model, "adamw")
-    metrics, _ = train_step(model, optimizers, batches_of(ids, ids), StepSettings(2))
+    metrics, _ = train_step(model, optimizers, [Batch.of(ids, ids, 0)], StepSettings(2))
     assert metrics["skipped"]
 
 

@@ -10,13 +10,19 @@ import pytest
 import torch
 
 from conftest import awake, has_lookups, lookups_of, small_config, text
+from data import Batch
 from jobs import run_ranks
 from spider.distributed import ShardedParameter
 from spider.memory import EngramTable, tables_of
 from spider.muon_ranks import MatrixAssignment
 from spider.optim import Optimizers, RowwiseAdagrad, kinds_of
-from test_train import random_batch
 from train import StepSettings, accumulate, train_step
+
+
+def random_batch(rows: int) -> list[Batch]:
+    """Return a batch of random bytes in one micro-step."""
+    return [Batch.of(text(rows, 32, seed=1), text(rows, 32, seed=2), 500)]
+
 
 # --------------------------------------------------------------------------------------------------
 # Muon

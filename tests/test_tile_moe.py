@@ -130,7 +130,7 @@ def test_a_single_token_in_decoding_equals_the_dense_reference(
 ):
     """On a GPU the host does not wait to be told its experts."""
     if device is stand_in_gpu:
-        monkeypatch.setattr(tile_moe, "_one_token", None)
+        monkeypatch.setattr(tile_moe, "_loop", None)
     topk_idx = routing("uneven")
     x, topk_weights, *weights = operands(dtype)
     with device(), torch.no_grad():

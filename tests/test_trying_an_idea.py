@@ -54,4 +54,4 @@ def test_train_py_trains_the_pages_model_and_sample_py_samples_from_it(
     for program, argv in ((sample.main, [str(directory)]), (train.command_line, flags)):
         capsys.readouterr()
         assert program(argv) == 2
-        assert "weights do not match Spider" in capsys.readouterr().err
+        assert "holds another model: " in capsys.readouterr().err

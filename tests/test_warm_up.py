@@ -90,7 +90,6 @@ def test_a_single_sequence_that_does_not_fit_ends_the_run_with_advice(tmp_path, 
 
 def test_a_tenth_of_the_memory_is_left_besides_what_the_optimizer_will_take(monkeypatch):
     """AdamW takes 8 bytes of each parameter, except for tables, whose rows take 4 bytes."""
-    monkeypatch.setattr(train.machine, "memory_of", lambda *_: 1e9)
     flags = f"--model tiny --set {SMALL} --optimizer adamw --seq_len 32 --micro_batch 8"
     plan = settled(*flags.split())
     loader = Loader([mock_source(0)], 32, 0)
@@ -100,6 +99,7 @@ def test_a_tenth_of_the_memory_is_left_besides_what_the_optimizer_will_take(monk
     others = sum(p.numel() for p in model.parameters()) - sum(p.numel() for p in tables)
     to_come = 8 * others + 4 * sum(map(len, tables))
     tried = []
+    monkeypatch.setattr(train.machine, "memory_of", lambda *_: 1e9)
     monkeypatch.setattr(train, "warm_up", lambda _, plan, batch: tried.append(len(batch.ids)))
 
     def micro_batches_tried(bytes_left: float) -> list[int]:
