@@ -61,6 +61,7 @@ from spider.common import (
     one_line,
     path_name,
     real,
+    refuse_address,
     run_program,
     say,
 )
@@ -298,6 +299,7 @@ Text = Stream | Source  # a file, or a prepared directory
 
 def open_text(name: str, field: str) -> Text:
     """Open a directory of shards as a source, any other file as a stream of ids."""
+    refuse_address(name)
     if os.path.isdir(name):
         return open_source(name, 1.0)
     if not name.endswith(".bin"):

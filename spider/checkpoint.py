@@ -129,7 +129,7 @@ def load_checkpoint(path: Path, mapped: bool = False) -> dict:
             check_regular(path)
             check_archive(path, sums=not mapped)
             state = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
-            missing = REQUIRED - state.keys()
+            missing = REQUIRED - (state.keys() if isinstance(state, dict) else set())
             if missing:
                 raise ValueError(f"it lacks {', '.join(sorted(missing))}")
         return recorded(state)
@@ -159,9 +159,8 @@ def recorded(state: dict) -> dict:
 
 
 def check_weights(path: Path, state: dict, model: "Spider"):
-    """Raise CheckpointError unless a state's weights have the names and shapes of a model's, which
-    may be on the meta device. Name the settings in which the model differs from the checkpoint's.
-    """
+    """Raise CheckpointError unless a state's weights have the names, shapes and kinds of a model's,
+    which may be on the meta device. Name the settings in which their configs differ."""
     with reading(path):
         saved = shapes_of(state["model_state_dict"])
         expected = shapes_of(model.state_dict())
@@ -183,8 +182,12 @@ def check_weights(path: Path, state: dict, model: "Spider"):
     )
 
 
-def shapes_of(weights: dict[str, Tensor]) -> dict[str, torch.Size]:
-    return {name: weight.shape for name, weight in weights.items()}
+def shapes_of(weights: dict[str, Tensor]) -> dict[str, tuple]:
+    """Return by name the shape of each weight, and its dtype unless that is of floating point."""
+    return {
+        name: (*weight.shape, weight.dtype.is_floating_point or weight.dtype)
+        for name, weight in weights.items()
+    }
 
 
 # --------------------------------------------------------------------------------------------------
@@ -207,6 +210,23 @@ def is_export(path: Path) -> bool:
     return path.suffix == ".safetensors" or (path / "config.json").exists()
 
 
+def weight_files(directory: Path) -> list[Path]:
+    """Return the safetensors files of an export: one, or those that an index lists, as
+    save_pretrained writes them for large models. Raise ValueError if the index names a file
+    elsewhere."""
+    only = directory / "model.safetensors"
+    index = directory / "model.safetensors.index.json"
+    if only.exists() or not index.exists():
+        return [only]
+    names = sorted(set(read_json(index)["weight_map"].values()))
+    for name in names:
+        if Path(name).name != name or not name.endswith(".safetensors"):
+            raise ValueError(
+                f"{index.name} names {name!r}, which is not a safetensors file beside it"
+            )
+    return [directory / name for name in names]
+
+
 def check_regular(path: Path):
     """Raise ValueError for anything but a regular file: to open a pipe would wait for ever."""
     if not path.is_file():
@@ -221,11 +241,12 @@ def read_json(path: Path) -> Any:
 def read_export(path: Path) -> dict:
     """Read an export, a directory or one safetensors file with all weights, as the state of a
     checkpoint: weights, cfg, n_loops and what is known of the training."""
-    directory = path
-    files = sorted(path.glob("model*.safetensors"))  # several of a large model
     if path.suffix == ".safetensors":
         directory = path.parent
         files = [path]
+    else:
+        directory = path
+        files = weight_files(path)
     config = read_json(directory / "config.json")
     weights: dict[str, Tensor] = {}
     for file in files:

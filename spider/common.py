@@ -186,7 +186,11 @@ class Parser(argparse.ArgumentParser):
         """Parse a command line, or the rest of it after a command such as prepare.
 
         Raise UsageError for a word that is unknown."""
-        namespace, unknown = super().parse_known_args(words_of(args), namespace)
+        words = words_of(args)
+        for word in words:
+            if word.endswith("=--"):  # Python 3.11 makes the value a list
+                self.error(f"{word.removesuffix('=--')}: -- is not a value")
+        namespace, unknown = super().parse_known_args(words, namespace)
         if unknown:
             flags = [word for word in unknown if re.match("--?[A-Za-z]", word)]
             self.error("; ".join(map(self.describe_unknown, flags or unknown[:1])))
@@ -473,30 +477,14 @@ def print_error(prog: str, line: str):
 # Files
 
 MIB = 1 << 20
-# The most bytes that are read whole, by kind. Parsed, JSON and CSV may take 30 times as much
-# memory. What has no limit here is read in pieces or mapped, except .json files.
-LIMITS = {
-    "record": 32 * MIB,  # a line of JSON, or a cell of CSV
-    "prompt": 32 * MIB,
-    "metadata.json": 32 * MIB,
-}
+# The most bytes of a line of JSON or a cell of CSV, which parsed may take 30 times as much memory
+MOST_OF_RECORD = 32 * MIB
 
 
-def read_whole(file: IO[bytes], kind: str) -> bytes:
-    """Read an open file of one of the kinds of LIMITS. Raise ValueError if it is longer, as a
-    device may be without end."""
-    limit = LIMITS[kind]
-    content = file.read(limit + 1)
-    if len(content) > limit:
-        raise ValueError(f"longer than {limit:,} bytes")
-    return content
-
-
-def bounded_lines(file: IO[bytes], kind: str) -> Iterator[bytes]:
-    """Yield each line of a file; of one that is longer than its kind may be, the first bytes alone,
+def bounded_lines(file: IO[bytes]) -> Iterator[bytes]:
+    """Yield each line of a file; of one that is longer than a record may be, the first bytes alone,
     one more than the limit."""
-    limit = LIMITS[kind]
-    while line := file.readline(limit + 1):
+    while line := file.readline(MOST_OF_RECORD + 1):
         yield line
         rest = line
         while rest and not rest.endswith(b"\n"):  # skip what is left of a long line

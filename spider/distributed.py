@@ -43,16 +43,17 @@ if TYPE_CHECKING:  # their import takes most of a second, and one process does n
 # Ranks
 
 
-def rank_and_count(environ: Mapping[str, str]) -> tuple[int, int]:
-    """Return the rank and the number of ranks, by default (0, 1). Raise WorldError if they
-    contradict one another."""
-    count = environ.get("WORLD_SIZE") or "1"
-    rank = environ.get("RANK") or ("0" if count == "1" else "")
+def rank_and_count(environ: Mapping[str, str], rank_name: str, count_name: str) -> tuple[int, int]:
+    """Return a rank and the number of ranks, (0, 1) by default, from variables of these names.
+    Raise WorldError if they contradict one another."""
+    count = environ.get(count_name) or "1"
+    rank = environ.get(rank_name) or ("0" if count == "1" else "")
     are_numbers = rank.isdecimal() and count.isdecimal()
     if not are_numbers or int(rank) >= int(count):
+        settings = [f"{name}={environ.get(name, 'unset')}" for name in (rank_name, count_name)]
         raise WorldError(
-            f"RANK={rank or 'unset'}, WORLD_SIZE={count}: start all ranks with torchrun, or unset "
-            f"its variables for a single process"
+            f"{', '.join(settings)}: start all ranks with torchrun, or unset its variables for a "
+            f"single process"
         )
     return int(rank), int(count)
 
@@ -64,9 +65,10 @@ class World:
     def __init__(self, environ: Mapping[str, str] = os.environ, device: str | torch.device = "cpu"):
         """environ: torchrun's variables; {} for a single process, whatever is set. Raise WorldError
         if they contradict one another."""
-        self.rank, self.ranks = rank_and_count(environ)
-        self.local_rank = int(environ.get("LOCAL_RANK") or 0)
-        self.local_ranks = int(environ.get("LOCAL_WORLD_SIZE") or 1)
+        self.rank, self.ranks = rank_and_count(environ, "RANK", "WORLD_SIZE")
+        self.local_rank, self.local_ranks = rank_and_count(
+            environ, "LOCAL_RANK", "LOCAL_WORLD_SIZE"
+        )
         self.by_torchrun = "TORCHELASTIC_RUN_ID" in environ
         self.device = torch.device(device)
         self.shards = 1

@@ -59,11 +59,15 @@ if TYPE_CHECKING:
 # Loading. `saved` is the content of a checkpoint, as load_checkpoint returns it.
 
 
+def is_directory_of_checkpoints(path: Path) -> bool:
+    return path.is_dir() and not is_export(path)
+
+
 def read_checkpoint(name: str, model_class: type[Spider]) -> tuple[Path, dict]:
     """Return the path and content of a checkpoint or export, or of the newest good checkpoint of a
     directory. Raise UsageError or CheckpointError if there is none for the model class."""
     path = Path(name)
-    if path.is_file() or is_export(path):
+    if path.exists() and not is_directory_of_checkpoints(path):
         saved = load_checkpoint(path)
     else:
         check_holds_checkpoints(path)
@@ -109,7 +113,7 @@ def best_of(name: str) -> str:
     """Return the path of the checkpoint with the lowest validation loss in a directory. Raise
     UsageError for anything but a directory of checkpoints."""
     directory = Path(name)
-    if directory.is_file() or is_export(directory):
+    if not is_directory_of_checkpoints(directory):
         raise UsageError(f"--best: {name} is not a directory of checkpoints")
     check_holds_checkpoints(directory)
     best = best_checkpoint(directory)

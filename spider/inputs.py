@@ -24,7 +24,8 @@ from itertools import islice
 from pathlib import Path
 from typing import IO, NamedTuple
 
-from spider.common import LIMITS, MIB, DataError, bounded_lines
+from spider import common
+from spider.common import MIB, DataError, bounded_lines
 
 COMPRESSIONS = (".gz", ".zst")
 SEPARATORS = tuple(" \t\r\n,")  # between the elements of a JSON array
@@ -155,11 +156,11 @@ def json_records(path: str, file: IO[bytes]) -> Iterator[object]:
     is read, and the records are the elements of an array, or the values that follow one another.
     """
     start = file.tell()
-    not_blank = filter(bytes.strip, bounded_lines(file, "record"))
+    not_blank = filter(bytes.strip, bounded_lines(file))
     lines = list(islice(not_blank, 2))
     file.seek(start)
     if len(lines) == 2 and is_json(lines[0]):
-        yield from bounded_lines(file, "record")
+        yield from bounded_lines(file)
         return
     # `datasets` would change texts: a date such as 2020-01-01 becomes a time
     with any_error_as_data_error(path):  # there may be too little memory
@@ -217,7 +218,7 @@ def table_rows(path: str, file: IO[bytes], field: str) -> Iterator[object]:
 
 def csv_rows(file: IO[bytes], field: str) -> Iterator[object]:
     """Yield the rows of a CSV file, with the cell of the column `field` as it stands."""
-    csv.field_size_limit(LIMITS["record"])
+    csv.field_size_limit(common.MOST_OF_RECORD)
     text = io.TextIOWrapper(file, "utf-8", "surrogateescape", newline="")
     rows = csv.reader(text, strict=True)
     try:
@@ -272,7 +273,7 @@ def text_of(record: object, field: str) -> bytes | Fault | None:
     where bytes are taken as they are. If there are no fields, the record is the text.
     """
     if isinstance(record, bytes):
-        limit = LIMITS["record"]
+        limit = common.MOST_OF_RECORD
         if len(record) > limit:
             return Fault(f"longer than {limit:,} bytes")
         if not record.strip():

@@ -29,7 +29,7 @@ logging.disable(level)
 from spider.config import SpiderConfig
 from spider.decode import DecodingState
 from spider.memory import EngramTable
-from spider.packing import document_cu_seqlens
+from spider.packing import check_ids, document_cu_seqlens
 from spider.vocabulary import BOS_ID, EOS_ID, PAD_ID
 from spider_model import Spider
 
@@ -233,7 +233,7 @@ class SpiderForCausalLM(PreTrainedModel, GenerationMixin):
 
     def forward(
         self,
-        input_ids: Tensor,
+        input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         labels: Tensor | None = None,
         cache: SpiderCache | None = None,
@@ -263,6 +263,11 @@ class SpiderForCausalLM(PreTrainedModel, GenerationMixin):
         for name, value in others.items():
             if value is not None and value is not False:
                 raise ValueError(f"{name} is not available in Spider")
+        if input_ids is None:
+            raise ValueError("input_ids is missing")
+        check_ids("input_ids", input_ids)
+        if labels is not None:
+            check_ids("labels", labels, *input_ids.shape)
         if n_loops is None:
             n_loops = self.config.n_loops
         if cache is not None or use_cache:

@@ -74,11 +74,11 @@ class Input(NamedTuple):
     path: str
     kind: str  # a value of KINDS, or document (of --ext), stdin, hub
 
-    def size(self) -> int:
-        """Return how many bytes will be read, 0 if that is not known before."""
+    def size(self) -> int | None:
+        """Return how many bytes will be read, None if that is not known before."""
         is_compressed = self.path.lower().endswith(COMPRESSIONS)
         if self.kind == "table" or is_compressed or not os.path.isfile(self.path):
-            return 0
+            return None
         return os.path.getsize(self.path)
 
 
@@ -178,7 +178,7 @@ class Documents:
         elif kind == "table":
             yield from self._documents_of_records(table_rows(path, file, self.field), path)
         elif kind == "JSON lines":
-            yield from self._documents_of_records(bounded_lines(file, "record"), path)
+            yield from self._documents_of_records(bounded_lines(file), path)
         elif kind == "JSON":
             yield from self._documents_of_records(json_records(path, file), path)
         elif kind == "document":
@@ -354,7 +354,8 @@ def write_shards(
     """Write the documents of all inputs; return a writer for each split."""
     writers = {split: ShardWriter(folder, split, shard_ids) for split in SPLITS}
     sizes = [source.size() for source in inputs]
-    progress = ProgressBar("prepare", sum(sizes) if all(sizes) else 0)
+    total = 0 if None in sizes else sum(size or 0 for size in sizes)
+    progress = ProgressBar("prepare", total)
 
     def counted(text: Iterable[bytes]) -> Iterator[bytes]:
         for piece in text:
@@ -365,7 +366,7 @@ def write_shards(
     for source, size in zip(inputs, sizes, strict=True):
         for split, text in documents.read(source, folder):
             writers[split].write(counted(text))
-        end += size
+        end += size or 0
         # Only texts were counted: add the rest of JSON lines.
         progress.add(max(0, end - progress.done))
     for writer in writers.values():

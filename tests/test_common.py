@@ -119,6 +119,7 @@ PARSERS = {
         ("train.py config/train_shakespeare_char.py --device=cpu", "by --config"),
         ("train.py --no_keep_best", "use --keep_best=False"),
         ("train.py --keep_best=1", "--keep_best: '1' is neither True nor False"),
+        ("train.py --lr=--", "--lr: -- is not a value"),
         ("train.py --sample_prompt -x", "(one that begins with - as --NAME=VALUE)"),
         ("data.py prepare a --output b", "use --out; see python data.py prepare --help"),
         ("bench.py --onlly=machine", "the nearest is --only"),

@@ -60,6 +60,7 @@ NOWHERE = dict(RANK="1", WORLD_SIZE="4", MASTER_ADDR="127.0.0.1", MASTER_PORT="1
         (dict(RANK="-1", WORLD_SIZE="2"), 1, "RANK=-1, WORLD_SIZE=2: "),
         (dict(RANK="2", WORLD_SIZE="2"), 1, "RANK=2, .*: start all ranks with torchrun"),
         (dict(WORLD_SIZE="2"), 1, "RANK=unset, WORLD_SIZE=2: "),
+        (dict(LOCAL_RANK="1"), 1, "LOCAL_RANK=1, "),
         (NOWHERE, 3, "--shards 3 does not divide 4 ranks"),
         (NOWHERE, 1, "rank 1 of 4 cannot reach the others"),
         (TWO, 1, "MASTER_ADDR expected, but not set.*: start all with torchrun"),

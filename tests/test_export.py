@@ -217,6 +217,14 @@ def test_a_model_that_transformers_saves_is_the_same_for_it_and_for_us(
         assert torch.equal(weight, several[name]), name
 
 
+def test_an_index_names_only_weights_of_its_directory(saved_again, capsys):
+    index = saved_again / "model.safetensors.index.json"
+    content = json.loads(index.read_text())
+    content["weight_map"]["spider.null_segment"] = "../shards/model-00001-of-00002.safetensors"
+    index.write_text(json.dumps(content))
+    assert "can be read safely" in refusal(capsys, saved_again, "--prompt", "a")
+
+
 def test_a_spoilt_export_is_refused_in_a_line(exported, tmp_path, capsys):
     directory = shutil.copytree(exported, tmp_path / "copy")
     config = directory / "config.json"

@@ -232,7 +232,20 @@ def test_a_bad_config_file_is_one_line_with_its_name(tmp_path, text, fault):
 
 
 JUNK = ["", " ", "-", "-1", "nan", "inf", "1e400", "0x10", "2.5", "9" * 5000, "\u00b2", "\u0663"]
-JUNK += ["a\nb", "\x1b[2J", "\udcff", "true", "1,2", "1.7e308", "4e18", "--lr", "5", "0.5"]
+JUNK += [
+    "a\nb",
+    "\x1b[2J",
+    "\udcff",
+    "true",
+    "1,2",
+    "1.7e308",
+    "4e18",
+    "--",
+    "=",
+    "--lr",
+    "5",
+    "0.5",
+]
 
 
 def test_any_value_of_any_flag_or_variable_is_taken_or_refused_by_name():

@@ -21,6 +21,7 @@ from rehearsal import gpu
 from rehearsal.refusals import Watch, tensors
 from spider.distributed import World
 from spider.plan import settle
+from spider.run import StopSignals
 from spider.state import copy_to_host, load_model, model_state
 
 pytestmark = pytest.mark.rehearsal
@@ -117,7 +118,7 @@ def test_nccl_accepts_the_collectives_of_all_ranks_in_a_step_a_save_a_load_and_a
                 batches = [gpu.batch_of(plan, documents=20) for _ in range(plan.flags.grad_accum)]
                 watch.waits.clear()
                 now = train.StepSettings(plan.flags.n_loops)
-                train.train_step(model, optimizers, batches, now, vote=lambda: 1.0)
+                train.train_step(model, optimizers, batches, now, stop=StopSignals(ranks))
                 assert len(watch.waits) == plan.flags.grad_accum + 1, watch.waits
                 whole = dict(model=model_state(model), optimizers=optimizers.state_dict())
                 copied = copy_to_host(whole, None, gpu.WORLD.is_rank0)
