@@ -149,7 +149,7 @@ def recorded(state: dict) -> dict:
     metrics = known.get("metrics") or {}
     lists = [known.get(name, []) for name in ("recent", "targets", "shares")]
     for number in (*metrics.values(), *itertools.chain(*lists)):
-        math.isfinite(number)  # an error unless it is a number, and no larger than a float
+        math.isfinite(number)  # raises unless this is a number that a float can hold
     config = SpiderConfig.from_saved(known["cfg"])
     known.setdefault("n_loops", config.n_loops)  # a checkpoint of an early version has no other
     replace(config, n_loops=known["n_loops"])  # checks it
@@ -550,8 +550,8 @@ READS = {"mock_data", "seq_len", "seed"}  # they decide which sequences a step r
 EVALUATES = {"mock_data", "seq_len", "eval_tokens"}  # which bytes an evaluation reads
 # facts of the sources, see Loader.mixture, and what they are called
 MIXTURE = {"targets": "the size of the data", "shares": "the mixture of the data"}
-# No changes by themselves: --minutes chose a horizon, which is compared, the same data may have
-# moved, and the same step be split otherwise.
+# Flags that may differ in a resumed run: the horizon that --minutes chose is compared instead, the
+# same data may have moved, and the same step may be split differently.
 NOT_COMPARED = {"minutes", "data_dir", "micro_batch"}
 
 

@@ -155,15 +155,21 @@ def estimate_memory(plan: "Plan", world: World) -> dict[str, float]:
     casts = 0
     if flags.precision != "fp32":
         casts = state.dense * size // 4
+    if flags.precision == "fp8":  # a converted weight takes one byte
+        casts -= sum(model.get_parameter(name).numel() for name in weights_in_fp8(model))
 
     gradients: float = state.dense
     of_tables = table_gradients(model, rows * flags.grad_accum)
     gathered = 0
     if world.ranks > 1:  # see shard_model; tables and their summed gradients are not sharded
         of_tables = state.tables
-        gathered = state.dense  # at most: in shards the core's at a time, most of them
+        gathered = state.dense
         if flags.grad_accum == 1:
             gradients /= world.shards
+            if world.shards > 1:  # a group at a time, of which the core is the largest
+                gathered = 4 * sum(
+                    p.numel() for name, p in model.named_parameters() if name.startswith("core.")
+                )
     elif flags.grad_accum == 1:
         # they replace activations; with several micro-steps, they exist before
         gradients = max(0.0, gradients + of_tables - kept)
@@ -327,8 +333,8 @@ def rates(plan: "Plan", peak: float) -> tuple[float, float]:
 
 
 def is_timed(plan: "Plan", world: World, bound: float) -> bool:
-    """Return whether the dry run times steps: one rank has the memory, and they take no minutes.
-    bound: bytes/s that matrix products alone allow."""
+    """Return whether the dry run times a few steps: on one rank, if they fit into memory and do not
+    take minutes. bound: bytes/s that matrix products alone allow."""
     fits = sum(plan.memory.values()) <= free_memory(world.device)
     is_quick = plan.flags.compile == "off" and plan.step_bytes <= TOO_LONG * bound
     return world.ranks == 1 and fits and is_quick

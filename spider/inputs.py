@@ -152,8 +152,9 @@ def fault_of(head: bytes, is_text: bool) -> str | None:
 def json_records(path: str, file: IO[bytes]) -> Iterator[object]:
     """Yield the records of a .json file.
 
-    If the first of several lines is JSON by itself, the records are the lines. Else the whole file
-    is read, and the records are the elements of an array, or the values that follow one another.
+    If the first of several lines is JSON by itself, the records are the lines. Otherwise the
+    whole file is read, and the records are the elements of an array, or the values that follow one
+    another.
     """
     start = file.tell()
     not_blank = filter(bytes.strip, bounded_lines(file))
