@@ -683,11 +683,11 @@ def verify(directory: str):
             damaged += 1
         progress.add(os.path.getsize(path))
     if damaged:
-        raise DataError(f"{directory}: {damaged:,} of {len(shards):,} shards are damaged")
-    say(f"{directory}: {len(shards):,} shards are valid")
+        raise DataError(f"{directory}: damaged shards: {damaged:,} of {len(shards):,}")
+    say(f"{directory}: valid shards: {len(shards):,}")
     unlisted = list(shards.values()).count(None)
     if unlisted:
-        say(f"{unlisted:,} of them are not in a metadata.json: only their format was checked")
+        say(f"checked by format alone, since no metadata.json lists them: {unlisted:,}")
 
 
 def verify_shard(path: str, entry: ShardEntry | None):

@@ -124,16 +124,20 @@ def pieces(stream: IO[bytes], size: int, path: str) -> Iterator[bytes]:
         size -= len(piece)
 
 
-def fault_of(head: bytes, is_text: bool) -> str | None:
+def fault_of(head: bytes, is_text: bool, binary: bool) -> str | None:
     """Return why a file is not what is meant, given its first bytes; None if they show nothing.
 
     is_text: it is read as it stands. Then it may have no NUL, and no more than 3% of bytes that are
-    not UTF-8.
+    not UTF-8. binary: it may have any bytes, but not be a pointer to another file.
     """
-    if head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
-        return "UTF-16: convert it by `iconv -f UTF-16 -t UTF-8`"
     if head.startswith(GIT_LFS):
         return "Git LFS pointer instead of the file: run `git lfs pull`"
+    if binary:
+        return None
+    if head.startswith((codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE)):
+        return "UTF-32: convert it by `iconv -f UTF-32 -t UTF-8`"
+    if head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        return "UTF-16: convert it by `iconv -f UTF-16 -t UTF-8`"
     if is_text and 0 in head:
         return "binary, or UTF-16 without a byte order mark: --binary takes any bytes"
     in_utf_8 = len(head.decode(errors="ignore").encode())

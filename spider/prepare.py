@@ -16,9 +16,11 @@ import shutil
 from codecs import BOM_UTF8
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
+from io import BytesIO
 from pathlib import Path
-from typing import IO, NamedTuple
+from typing import IO, NamedTuple, Self
 
 import numpy as np
 
@@ -52,6 +54,7 @@ from spider.vocabulary import BOS_ID, EOS_ID, VOCAB_SIZE
 
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")  # owner/name of a data set
 UNFINISHED = ".prepare"  # folder in --out for shards until all are complete, and for copies
+FEW = 10_000  # different documents, at most, that are divided anew if a split gets too little
 
 # How a file is read, by its extension
 KINDS = {
@@ -88,8 +91,11 @@ Document = tuple[str, Iterable[bytes]]
 
 @dataclass
 class Documents:
-    """Read the documents of inputs. Bad records and files are skipped and counted by kind; with
-    `strict` the first one raises DataError."""
+    """Read the documents of inputs, and draw the split of each.
+
+    Bad records and files are skipped and counted by kind; with `strict` the first one raises
+    DataError.
+    """
 
     field: str  # the name of the JSON field or the column that has the text
     val_fraction: float
@@ -98,8 +104,12 @@ class Documents:
     hub_split: str = "train"  # split of a data set of the hub
     strict: bool = False
     binary: bool = False  # read any bytes as text
-    skipped: Counter[str] = dataclasses.field(default_factory=Counter)  # by kind
-    first_skipped: dict[str, str] = dataclasses.field(default_factory=dict)  # with the place
+    sizes: dict[int, int] = dataclasses.field(default_factory=dict)  # of documents, by hash
+    splits: dict[int, str] = dataclasses.field(default_factory=dict)  # other than drawn, by hash
+    copies: dict[str, IO[bytes]] = dataclasses.field(default_factory=dict)  # of streams, by path
+    skipped: Counter[str] = dataclasses.field(default_factory=Counter)  # by kind of fault
+    # by kind of fault: all files, or the first record
+    places: dict[str, list[str]] = dataclasses.field(default_factory=dict)
 
     def find(self, argument: str) -> list[Input]:
         """List the inputs that an argument of the command line names."""
@@ -160,7 +170,12 @@ class Documents:
             rows = hub_rows(path, self.field, self.hub_config, self.hub_split)
             yield from self._documents_of_records(rows, path)
             return
-        with open_input(path, scratch) as file, naming(path):
+        file = self.copies.get(path) or open_input(path, scratch)
+        is_kept = not os.path.isfile(path)  # standard input or a pipe
+        if is_kept:
+            self.copies[path] = file
+            file.seek(0)
+        with nullcontext(file) if is_kept else file, naming(path):
             yield from self._documents_of_file(file, source)
 
     def _documents_of_file(self, file: IO[bytes], source: Input) -> Iterator[Document]:
@@ -170,7 +185,7 @@ class Documents:
         size = file.seek(0, os.SEEK_END) - start
         file.seek(start)
         kind = guess_kind(head[start:]) if source.kind == "stdin" else source.kind
-        fault = None if self.binary else fault_of(head, kind in ("text", "document"))
+        fault = fault_of(head, kind in ("text", "document"), self.binary)
         if size == 0:
             self.skip("empty", path)
         elif fault is not None:
@@ -181,16 +196,24 @@ class Documents:
             yield from self._documents_of_records(bounded_lines(file), path)
         elif kind == "JSON":
             yield from self._documents_of_records(json_records(path, file), path)
-        elif kind == "document":
-            split = self._draw_split(pieces(file, size, path))
-            file.seek(start)
-            yield split, pieces(file, size, path)
-        else:  # a text, whose end is for validation
-            train_size = int(size * (1 - self.val_fraction))
-            if train_size:
-                yield "train", pieces(file, train_size, path)
-            if train_size < size:
-                yield "val", pieces(file, size - train_size, path)
+        else:
+            split = "both"
+            if kind == "document":
+                split = self._draw_split(pieces(file, size, path))
+                file.seek(start)
+            yield from self._documents_of_text(split, file, size, path)
+
+    def _documents_of_text(
+        self, split: str, file: IO[bytes], size: int, path: str
+    ) -> Iterator[Document]:
+        """Yield the next `size` bytes of a file as a document, or as two if its end validates."""
+        train_size = int(size * (1 - self.val_fraction))
+        if split != "both":
+            train_size = size if split == "train" else 0
+        if train_size:
+            yield "train", pieces(file, train_size, path)
+        if train_size < size:
+            yield "val", pieces(file, size - train_size, path)
 
     def _documents_of_records(self, records: Iterator[object], path: str) -> Iterator[Document]:
         """Yield the documents of an input's records (see text_of), but for bad ones and blank
@@ -198,29 +221,62 @@ class Documents:
         for number, record in enumerate(records, 1):
             text = text_of(record, self.field)
             if isinstance(text, Fault):
-                self.skip(text.kind, f"{path}:{number}", text.detail)
+                self.skip(text.kind, f"{path}:{number}", text.detail, is_file=False)
             elif text is not None:
-                yield self._draw_split([text]), [text]
+                split = self._draw_split([text])
+                if split == "both":
+                    yield from self._documents_of_text(split, BytesIO(text), len(text), path)
+                else:
+                    yield split, [text]
 
     def _draw_split(self, text: Iterable[bytes]) -> str:
-        """Draw the split of a document by a hash of its text.
+        """Draw the split of a document by a hash of its text: train, val, or both.
 
         Equal texts never fall into both splits. A document that is for validation at one
         --val_fraction is so at any higher one.
         """
         digest = hashlib.blake2b(digest_size=8, person=b"validation")
+        size = 0
         for piece in text:
             digest.update(piece)
+            size += len(piece)
         number = int.from_bytes(digest.digest(), "little")
-        return "val" if number < self.val_fraction * 2**64 else "train"
+        if len(self.sizes) <= FEW:
+            self.sizes[number] = self.sizes.get(number, 0) + size
+        drawn = "val" if number < self.val_fraction * 2**64 else "train"
+        return self.splits.get(number, drawn)
 
-    def skip(self, kind: str, place: str, detail: str = ""):
-        """Count a bad record or file. kind: what is wrong with it; place: where it is; detail: what
+    def divided_anew(self, train: int, val: int) -> Self | None:
+        """Return how to read few documents again, given the ids of both splits; None if the draw
+        stands.
+
+        It stands if each split has at least half of its share of the ids. If not, the documents
+        with the lowest hashes validate until val_fraction of the bytes of documents are held out.
+        Of a document that has half of these bytes, only the end validates.
+        """
+        share = self.val_fraction * (train + val)
+        is_enough = 2 * val >= share and 2 * train >= train + val - share
+        if is_enough or not 0 < len(self.sizes) <= FEW:
+            return None
+        n_bytes = sum(self.sizes.values())
+        held_out = 0
+        splits = {}
+        for number, size in sorted(self.sizes.items()):
+            splits[number] = "train"
+            if held_out < self.val_fraction * n_bytes:
+                splits[number] = "both" if 2 * size >= n_bytes else "val"
+                held_out += size
+        return dataclasses.replace(self, splits=splits, skipped=Counter(), places={})
+
+    def skip(self, kind: str, place: str, detail: str = "", is_file: bool = True):
+        """Count a bad file or record. kind: what is wrong with it; place: where it is; detail: what
         is printed of it, if it is the first of its kind."""
         if self.strict:
             raise DataError(f"{place}: {kind}{detail}")
         self.skipped[kind] += 1
-        self.first_skipped.setdefault(kind, f"{kind}{detail} (first: {place})")
+        places = self.places.setdefault(kind, [])
+        if is_file or not places:
+            places.append(place + detail)
 
 
 def guess_kind(head: bytes) -> str:
@@ -295,7 +351,8 @@ class ShardWriter:
 
 
 def prepare(arguments: Sequence[str], out: Path, documents: Documents, shard_ids: int):
-    """Turn inputs into shards of `shard_ids` ids and a metadata.json, in one pass.
+    """Turn inputs into shards of `shard_ids` ids and a metadata.json, in one pass, or in two if
+    there are few documents (see divided_anew).
 
     Shards leave the folder UNFINISHED last, after metadata.json is written. So nothing that a
     killed process left is taken for data, and the next `prepare` deletes it. After an error nothing
@@ -314,6 +371,12 @@ def prepare(arguments: Sequence[str], out: Path, documents: Documents, shard_ids
             with naming(out):
                 folder.mkdir()
                 writers = write_shards(inputs, folder, documents, shard_ids)
+                again = documents.divided_anew(*[writer.totals()["ids"] for writer in writers])
+                if again is not None:
+                    note("prepare: too little fell into a split: reading again, to divide by size")
+                    for shard in folder.glob("*.bin"):
+                        shard.unlink()
+                    writers = write_shards(inputs, folder, again, shard_ids)
                 totals = {writer.split: writer.totals() for writer in writers}
                 report(arguments, documents, totals)
                 entries = [entry for writer in writers for entry in writer.entries]
@@ -328,6 +391,7 @@ def prepare(arguments: Sequence[str], out: Path, documents: Documents, shard_ids
                     val_fraction=documents.val_fraction,
                     split_by="blake2b of the text",
                     skipped=documents.skipped,
+                    skipped_at=documents.places,
                     shards=[entry._asdict() for entry in entries],
                 )
                 with durable(out / METADATA) as file:
@@ -340,9 +404,11 @@ def prepare(arguments: Sequence[str], out: Path, documents: Documents, shard_ids
                 left.unlink(missing_ok=True)
             raise
         finally:
+            for copy in documents.copies.values():
+                copy.close()
             shutil.rmtree(folder, ignore_errors=True)
     counts = "; ".join(
-        f"{split} {total['ids']:,} ids, {total['documents']:,} documents"
+        f"{split} {total['ids']:,} ids, documents: {total['documents']:,}"
         for split, total in totals.items()
     )
     say(f"{out}: {counts}")
@@ -377,17 +443,16 @@ def write_shards(
 def report(arguments: Sequence[str], documents: Documents, totals: dict[str, dict[str, int]]):
     """Print what was skipped, and whether there is a validation split. Raise DataError without
     training data."""
-    skipped = ", ".join(
-        f"{count:,} {documents.first_skipped[kind]}" for kind, count in documents.skipped.items()
-    )
+    faults = []
+    for kind, count in documents.skipped.items():
+        places = documents.places[kind][:20]
+        first = "first: " if len(places) < count else ""
+        faults.append(f"{count:,} {kind} ({first}{', '.join(places)})")
     if not totals["train"]["ids"]:
-        if totals["val"]["ids"]:
-            reason = "every document fell into the validation split: lower --val_fraction"
-        else:
-            reason = skipped or "no document"
+        reason = ", ".join(faults) or "no document, or too little: lower --val_fraction"
         raise DataError(f"{', '.join(arguments)}: nothing to train on: {reason}")
-    if skipped:
-        note(f"prepare: skipped {skipped}")
+    for fault in faults:
+        note(f"prepare: skipped {fault}")
     if not totals["val"]["ids"]:
         note(
             "prepare: no validation split: training will hold out the last 1% of its data; for a "

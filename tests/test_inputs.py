@@ -98,7 +98,7 @@ def test_binary_cell_is_its_bytes_and_one_of_another_type_is_skipped(capsys):
     cells = [b'{"text": "in"}', b'"q"', b" \n", b"", b"\xef\xbb\xbfa", b"\xff"]
     write_table(datasets.Dataset.from_dict(dict(text=[*cells, None])), Path("a.arrow"))
     assert train_texts("a.arrow") == cells
-    fault = "skipped 1 without a text in 'text': it is None (first: a.arrow:7)"
+    fault = "skipped 1 without a text in 'text' (a.arrow:7: it is None)"
     assert fault in capsys.readouterr().err
 
 

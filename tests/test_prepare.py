@@ -1,7 +1,9 @@
 """data.py prepare: inputs and their documents, bad records, splits, kills; its command line."""
 
 import errno
+import hashlib
 import io
+import itertools
 import json
 import os
 import random
@@ -83,6 +85,62 @@ def test_texts_are_split_by_a_hash_that_never_changes_and_stay_in_order(monkeypa
         prepare(f"files --ext .md --val_fraction {fraction} --out of{fraction}")
         chosen.append({text.decode() for text in documents(f"of{fraction}", "val")})
     assert chosen[0] == set(val) > chosen[1] != set()
+
+
+# documents by --val_fraction 0.1: how many, their size, a lower bound of their hashes, their split
+FEW = {
+    "nothing drawn": [(3, 98, 0.2, "val"), (22, 98, 0.5, "train")],
+    "too little drawn": [(1, 47, 0, "val"), (2, 98, 0.2, "val"), (17, 98, 0.5, "train")],
+    "half of the share drawn": [(1, 98, 0, "val"), (19, 98, 0.5, "train")],
+    "one": [(1, 98, 0.5, "both")],
+    "one, drawn": [(1, 98, 0, "both")],
+    "one of half": [(1, 18, 0.2, "val"), (1, 998, 0.3, "both"), (3, 98, 0.5, "train")],
+}
+
+
+def texts_of_hash(count: int, size: int, low: float) -> list[bytes]:
+    """Make texts whose hashes are at most a tenth of all hashes above the bound."""
+    found = []
+    for number in itertools.count():
+        text = f"{number:0{size}}".encode()
+        digest = hashlib.blake2b(text, digest_size=8, person=b"validation").digest()
+        if low <= int.from_bytes(digest, "little") / 2**64 < low + 0.1:
+            found.append(text)
+        if len(found) == count:
+            return found
+
+
+@pytest.mark.parametrize("rows", FEW.values(), ids=FEW)
+@pytest.mark.parametrize("source", ("in.jsonl", "-", "in --ext .md"))
+def test_of_few_documents_those_with_the_lowest_hashes_validate_up_to_a_tenth(
+    monkeypatch, source, rows
+):
+    """Each occurs twice. Of one that is half of all, only the last tenth validates."""
+    expected = dict(train=[], val=[])
+    texts = []
+    for *row, split in rows:
+        for text in 2 * texts_of_hash(*row):
+            texts.insert(len(texts) // 2, text)
+            cut = dict(train=len(text), val=0, both=len(text) * 9 // 10)[split]
+            expected["train"] += filter(None, [text[:cut]])
+            expected["val"] += filter(None, [text[cut:]])
+    lines = "".join(json_line(text.decode()) for text in texts).encode() + b"bad"
+    write("in.jsonl", lines)
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(lines)))
+    write("in/empty.md", b"")
+    for number, text in enumerate(texts):
+        write(f"in/{number}.md", text)
+    prepare(f"{source} --out o")
+    for split, parts in expected.items():
+        assert sorted(documents("o", split)) == sorted(parts)
+    assert list(metadata("o")["skipped"].values()) == [1]
+
+
+def test_more_than_few_documents_stay_as_drawn(monkeypatch):
+    monkeypatch.setattr("spider.prepare.FEW", 3)
+    write("in.jsonl", b"".join(b'"%s"\n' % text for text in texts_of_hash(4, 9, 0.5)))
+    prepare("in.jsonl --out o")
+    assert len(documents("o", "train")) == 4
 
 
 @pytest.fixture
@@ -174,9 +232,9 @@ def test_bad_lines_are_skipped_and_counted_by_kind(monkeypatch, capsys, bad, kin
     monkeypatch.setattr(inputs, "MIB", 1000)
     write("a.jsonl", LINE + b"\n" + bad + b"\n" + LINE + bad + b"\n" + LINE)
     assert train_texts("a.jsonl") == 3 * [b"fine"]
-    err = capsys.readouterr().err
-    assert f"prepare: skipped 2 {kind}" in err
-    assert "(first: a.jsonl:3)" in err
+    what, *detail = kind.split(": ", 1)
+    assert f"prepare: skipped 2 {what}" in (err := capsys.readouterr().err)
+    assert ": ".join(["(first: a.jsonl:3", *detail]) in err
     assert list(metadata("o")["skipped"].values()) == [2]
     assert f"a.jsonl:3: {kind}" in error_line(capsys, "prepare a.jsonl --strict --out strict")
     assert os.listdir("strict") == []
@@ -208,7 +266,7 @@ def test_json_array_is_read_up_to_a_syntax_error(capsys, end):
     write("a.json", b'[{"text": "one"}, {"text": "two"}' + end)
     assert train_texts("a.json") == [b"one", b"two"]
     message = "not JSON, and nothing is read from there on"
-    assert f"skipped 1 {message} (first: a.json:3)" in capsys.readouterr().err
+    assert f"skipped 1 {message} (a.json:3)" in capsys.readouterr().err
     line = error_line(capsys, "prepare a.json --strict --out strict")
     assert f"a.json:3: {message}" in line
 
@@ -222,10 +280,10 @@ FRENCH = "\u00c7a, o\u00f9 \u00e7a\u00a0? L\u00e0, pr\u00e8s de la for\u00eat.\n
 PNG = b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR\0\0\1\0"
 # what a file holds that is no text, and what the error says
 NO_TEXT = {
+    "UTF-32": (FRENCH.encode("utf-32"), "1 UTF-32: convert it by `iconv"),
     "UTF-16": (FRENCH.encode("utf-16"), "1 UTF-16: convert it by `iconv"),
     "UTF-16 without a mark": (FRENCH.encode("utf-16-le"), "1 binary, or UTF-16"),
     "Latin-1": (FRENCH.encode("latin-1"), "1 Latin-1 or another encoding that is not UTF-8: conv"),
-    "LFS": (POINTER, "1 Git LFS pointer instead of the file: run `git lfs pull`"),
     "PNG": (PNG, "1 binary"),
     "4% that is not UTF-8": (b"\xff" * 4 + b"x" * 96, "1 Latin-1 or another encoding"),
 }
@@ -248,17 +306,29 @@ def test_file_that_is_no_text_is_skipped_by_what_it_holds_unless_binary(
     assert train_texts("in --binary", out="all") == [content, ENGLISH]
 
 
-@pytest.mark.parametrize("name", ("a.jsonl.gz", "a.parquet"))
-def test_git_lfs_pointer_is_named_in_place_of_any_file(capsys, name):
+@pytest.mark.parametrize("name", ("a.txt", "a.jsonl.gz", "a.parquet"))
+@pytest.mark.parametrize("flags", ("", "--binary"))
+def test_git_lfs_pointer_is_named_in_place_of_any_file(capsys, name, flags):
     write(name, POINTER)
-    line = error_line(capsys, f"prepare {name} --out o")
-    assert "nothing to train on: 1 Git LFS" in line
+    line = error_line(capsys, f"prepare {name} --out o {flags}")
+    assert "nothing to train on: 1 Git LFS pointer instead of the file: run `git lfs" in line
+
+
+def test_up_to_twenty_skipped_files_are_printed_and_all_are_in_metadata(capsys):
+    names = [f"in/{number}.txt" for number in range(10, 35)]
+    for name in names:
+        write(name, b"")
+    write("in/9.txt", b"a text")
+    prepare("in --out o")
+    assert f"skipped 25 empty (first: {', '.join(names[:20])})" in capsys.readouterr().err
+    assert metadata("o")["skipped_at"] == dict(empty=names)
 
 
 TEXTS = {
     "3% that is not UTF-8": b"\xff" * 3 + b"x" * 97,
     "a character over the end of 8 KiB": b"x" * 8191 + FRENCH.encode(),
     "NULs after 8 KiB": ENGLISH * 6 + b"\0" * 9,
+    "control characters between fields": b"8=FIX.4.2\0019=65\00135=A\001\x02bold\x02 \x034,1red\n",
 }
 
 
@@ -296,7 +366,7 @@ def test_unreadable_files_of_a_directory_are_skipped_unless_strict_or_named(unre
         "unreadable, a dead link or no regular file": 4,
     }
     err = capsys.readouterr().err
-    assert "(first: in/denied), 4 unreadable, a dead link or no regular file (first: in/d" in err
+    assert "(in/denied)\nprepare: skipped 4 unreadable, a dead link or no regular file (in/d" in err
     assert "no validation split" in err
     line = error_line(capsys, "prepare in --strict --out none")
     assert "error: in/denied: unreadable: Permission denied" in line
@@ -306,10 +376,10 @@ def test_unreadable_files_of_a_directory_are_skipped_unless_strict_or_named(unre
 
 
 def test_pipe_that_is_named_is_read():
-    os.mkfifo("a.txt")
+    os.mkfifo("a.jsonl")
     with ThreadPoolExecutor() as thread:
-        thread.submit(Path("a.txt").write_bytes, b"0123456789")
-        prepare("a.txt --val_fraction 0.5 --out o")
+        thread.submit(Path("a.jsonl").write_bytes, b'"0123456789"')
+        prepare("a.jsonl --val_fraction 0.5 --out o")
     assert documents("o", "train") == [b"01234"]
     assert documents("o", "val") == [b"56789"]
 
@@ -375,9 +445,10 @@ def test_prepare_that_fails_halfway_leaves_nothing(mixed, monkeypatch, capsys, f
         return replace(path, target)
 
     monkeypatch.setattr(os, "replace", fail_at_second)
+    write("o/train-00000.bin.bak", b"of someone else")
     assert run_data("prepare in --shard_mb 0.02 --out o") == status
     assert capsys.readouterr().err.splitlines()[-1].startswith(f"data.py: {line}")
-    assert os.listdir("o") == []
+    assert os.listdir("o") == ["train-00000.bin.bak"]
 
 
 def test_output_directory_may_be_a_link_and_is_locked(capsys):
@@ -406,5 +477,5 @@ def test_prepare_takes_little_memory_and_does_not_import_torch(tmp_path):
         sys.exit(status)"""
     done, peak = measured(code, "prepare", tmp_path, "--binary", "--out", tmp_path / "o")
     assert done.returncode == 0
-    assert f"1 longer than 33,554,432 bytes (first: {tmp_path}/b.jsonl:2)" in done.stderr
+    assert f"1 longer than 33,554,432 bytes ({tmp_path}/b.jsonl:2)" in done.stderr
     assert peak < 160_000  # kB: the limit of a line, twice, and Python
