@@ -94,7 +94,7 @@ FEW = {
     "half of the share drawn": [(1, 98, 0, "val"), (19, 98, 0.5, "train")],
     "one": [(1, 98, 0.5, "both")],
     "one, drawn": [(1, 98, 0, "both")],
-    "one of half": [(1, 18, 0.2, "val"), (1, 998, 0.3, "both"), (3, 98, 0.5, "train")],
+    "one of half": [(1, 18, 0.2, "val"), (1, 198, 0.3, "both"), (3, 98, 0.5, "train")],
 }
 
 
@@ -115,11 +115,12 @@ def texts_of_hash(count: int, size: int, low: float) -> list[bytes]:
 def test_of_few_documents_those_with_the_lowest_hashes_validate_up_to_a_tenth(
     monkeypatch, source, rows
 ):
-    """Each occurs twice. Of one that is half of all, only the last tenth validates."""
+    """Of a text that is half of all in its five copies, the last tenth of each validates."""
     expected = dict(train=[], val=[])
     texts = []
     for *row, split in rows:
-        for text in 2 * texts_of_hash(*row):
+        copies = 5 if split == "both" else 1
+        for text in copies * texts_of_hash(*row):
             texts.insert(len(texts) // 2, text)
             cut = dict(train=len(text), val=0, both=len(text) * 9 // 10)[split]
             expected["train"] += filter(None, [text[:cut]])
