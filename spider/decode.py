@@ -46,7 +46,7 @@ class DecodingState:
     DecodingState(**saved) continues."""
 
     n_loops: int
-    last_bytes: Tensor  # int64 [B, config.reach], PAD before the document
+    last_bytes: Tensor  # int64 [B, config.reach], PAD before the first
     position: Tensor  # int64 [B], bytes of the document so far
     segments: Tensor  # int64 [B], finished segments of it
     summed: Tensor  # float64 [B], boundary probabilities over it
@@ -77,15 +77,14 @@ class DecodingState:
     def start_documents(self, starts: Tensor, null: Tensor | None):
         """Reset the rows, bool [B], where a new document starts. null: see Spider.null_rows.
 
-        Latents and history of the document before remain, but with its position at 0, a row sees
-        none of them."""
+        Bytes, latents and history of the document before remain, but with its position at 0, a row
+        sees none of them."""
         self.position.masked_fill_(starts, 0)
         self.segments.masked_fill_(starts, 0)
         self.summed.masked_fill_(starts, 0)
         starts_B1 = starts[:, None]
         self.open_segment.masked_fill_(starts_B1, 0)
         self.open_bytes.masked_fill_(starts_B1, 0)
-        self.last_bytes.masked_fill_(starts_B1, PAD_ID)
         if null is not None:
             self.unpooled = torch.where(starts_B1, null.to(self.unpooled.dtype), self.unpooled)
 
@@ -293,7 +292,6 @@ def _read_piece(model: Any, input_ids: Tensor, state: DecodingState) -> Tensor:
     starts = document_starts(known[:, -length - 1 :])[:, 1]
     if starts.any():
         state.start_documents(starts, None if model.core is None else model.null_rows())
-        known = torch.cat((state.last_bytes, input_ids), dim=1)
     packed = _pack(model, input_ids, known, state)
 
     cache = LatentCache(

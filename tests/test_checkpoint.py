@@ -89,8 +89,11 @@ def test_run_resumes_exactly_from_the_checkpoint_before_a_damaged_one(train_smal
     assert_same_runs(directory, whole)
 
 
-def test_directory_with_only_damaged_checkpoints_is_refused_and_unchanged(train_small, error_of):
+def test_directory_with_only_damaged_checkpoints_is_unchanged_until_a_copy_in_it_is_named(
+    train_small, error_of
+):
     directory = train_small(steps=3)
+    good = shutil.copy(directory / "spider-step3.pt", directory / "spider-step3-copy.pt")
     (directory / "spider-step3.pt").write_bytes(b"no checkpoint")
     before = contents(directory)
     os.mkfifo(directory / "spider-step4.pt")
@@ -98,6 +101,8 @@ def test_directory_with_only_damaged_checkpoints_is_refused_and_unchanged(train_
     assert "none of the checkpoints" in error_of()
     for name, content in before.items():
         assert (directory / name).read_bytes() == content
+    train_small("--resume", good)
+    assert saved_steps(directory) == [6]
 
 
 def test_directory_in_use_is_refused_except_for_a_dry_run(tmp_path, train_small, error_of):
@@ -362,18 +367,22 @@ def test_metrics_are_synced_before_a_checkpoint_gets_its_name(train_small, monke
     assert events[named + 1] == f"synced {directory.name}"
 
 
-def test_full_disk_is_one_line_and_a_later_save_succeeds(train_small, monkeypatch, new_log):
+def test_full_disk_is_one_line_and_a_later_save_succeeds_unless_it_is_the_last(
+    train_small, monkeypatch, new_log, error_of
+):
     write = checkpoint.write_archive
 
-    def write_all_but_step_4(file, saved):
-        if saved["step"] == 4:
+    def write_all_but_steps_4_and_7(file, saved):
+        if saved["step"] in (4, 7):
             file.write(b"a part of it")
             raise OSError(errno.ENOSPC, "No space left on device")
         write(file, saved)
 
-    monkeypatch.setattr(checkpoint, "write_archive", write_all_but_step_4)
-    directory = train_small("--ckpt_every 2 --keep_last 9")
+    monkeypatch.setattr(checkpoint, "write_archive", write_all_but_steps_4_and_7)
+    flags = "--ckpt_every 2 --keep_last 9"
+    directory = train_small(flags)
     assert new_log().count("No space left on device") == 1
+    assert "step 7 could not be saved" in error_of(flags, steps=7)
     assert saved_steps(directory) == [2, 6]
 
 
@@ -395,8 +404,8 @@ def test_keep_best_keeps_the_lowest_validation_loss_beside_the_newest(train_smal
 
 def test_a_step_that_is_saved_again_counts_once(tmp_path):
     writer = writer_in(tmp_path)
-    for step in (9, 10, 10):
-        save(writer, step)
+    for step, val_loss in ((9, None), (10, None), (10, 2.0)):
+        save(writer, step, val_loss=val_loss)
         assert writer.holds(step)
     assert [path.stem[11:] for path in checkpoint.checkpoint_paths(tmp_path)] == ["9", "10"]
 

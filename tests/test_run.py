@@ -8,6 +8,7 @@ import re
 import signal
 import sys
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -149,9 +150,10 @@ def test_run_ends_after_as_many_evaluations_without_improvement_as_patience_allo
 
 def test_evaluations_of_other_data_are_not_compared_with_earlier_ones(train_small, losses):
     """2.0 at step 4 is the best of the first evaluations, 2.4 at step 8 and 2.2 at the end are the
-    best of the others."""
+    best of the others. Another learning rate changes no data."""
     flags = "--eval_every 2 --keep_best --keep_last 2"
-    assert best_checkpoint(train_small(flags, steps=6)).step == 4
+    train_small(flags, steps=5)
+    assert best_checkpoint(train_small(flags, "--lr 0.02", steps=6)).step == 4
     for steps in (8, 9):
         directory = train_small(flags, "--eval_tokens 64", steps=steps)
         assert best_checkpoint(directory).step == steps
@@ -169,12 +171,14 @@ def test_validation_loss_that_is_not_finite_is_not_the_best():
 # metrics.jsonl and the log
 
 
-def test_lines_that_a_full_disk_refuses_are_written_later_in_order(tmp_path, new_log):
+def test_lines_that_a_full_disk_refuses_or_cuts_are_written_later_in_order(tmp_path, new_log):
     machine.start_log()
     with Metrics(tmp_path / "metrics.jsonl", 0) as lines:
         real = lines.file
         for step in range(6):
-            lines.file = open("/dev/full", "wb", buffering=0) if step in (0, 2, 3, 5) else real
+            nearly_full = SimpleNamespace(write=lambda pending: real.write(pending[:9]))
+            full = open("/dev/full", "wb", buffering=0)
+            lines.file = full if step in (0, 2, 3, 5) else nearly_full
             lines.write(dict(step=step, loss=math.nan if step % 2 else None))
         with pytest.raises(OSError, match="No space left"):
             lines.sync()  # so that no checkpoint is newer than the lines before it
