@@ -16,7 +16,6 @@ from spider.common import start_script
 if __name__ == "__main__":
     start_script("bench.py")  # before torch is imported
 
-import signal
 import subprocess
 import sys
 import tempfile
@@ -32,7 +31,7 @@ import torch
 import train
 from data import Feed, Loader, Source, mock_source, open_data
 from spider import estimate, machine
-from spider.common import run_program
+from spider.common import end_by_exceptions, run_program
 from spider.distributed import World
 from spider.plan import Plan, settle
 
@@ -253,5 +252,5 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    end_by_exceptions()
     sys.exit(main())

@@ -29,7 +29,6 @@ import os
 import random
 import re
 import resource
-import signal
 import sys
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
@@ -47,6 +46,7 @@ from spider.common import (
     DataError,
     Parser,
     ProgressBar,
+    end_by_exceptions,
     integer,
     note,
     path_name,
@@ -818,5 +818,5 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    end_by_exceptions()
     sys.exit(main())

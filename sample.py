@@ -40,7 +40,6 @@ import argparse
 import json
 import math
 import os
-import signal
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -57,6 +56,7 @@ from spider.common import (
     Parser,
     UsageError,
     durable,
+    end_by_exceptions,
     integer,
     one_line,
     path_name,
@@ -455,5 +455,5 @@ def main(argv: list[str] | None = None, model_class: type[Spider] = Spider) -> i
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    end_by_exceptions()
     sys.exit(main())

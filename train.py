@@ -111,7 +111,7 @@ class Flags:
 
     model: str = flag(
         "auto",
-        "auto: the checkpoint's, or 1b on a GPU, or tiny",
+        "auto: the checkpoint's, or 1b on a GPU with bf16 and 20 GB, or tiny",
         heading="basics",
         choices=("auto", *PRESETS),
     )

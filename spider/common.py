@@ -9,6 +9,7 @@ import difflib
 import errno
 import glob
 import importlib.util
+import json
 import os
 import platform
 import re
@@ -216,6 +217,8 @@ class Parser(argparse.ArgumentParser):
             return f"{unknown}: use {meanings[plain]}"
         if word.endswith((".toml", ".py")) and "config" in meanings:
             return f"{unknown}: give a config file, which is TOML, by --config"
+        if "data_dir" in meanings and "/" in word and not word.startswith("-"):
+            return f"{unknown}: give data by --data_dir"
         for nearest in difflib.get_close_matches(plain, meanings, 1, cutoff=0.8):  # misspelt
             return f"{unknown}: the nearest is {meanings[nearest]}"
         return unknown
@@ -329,7 +332,7 @@ def integer(low: int, high: int = LARGEST) -> Callable:
             value = int(text) if text.isdigit() else float(text)
             if allowed.has(value) and value == int(value):
                 return int(value)
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number that is {allowed}")
+        raise refusal(text, f"a whole number that is {allowed}")
 
     return parse
 
@@ -343,9 +346,21 @@ def real(low: float, high: float = LARGEST_FLOAT, above: bool = False) -> Callab
             value = float(text)
             if allowed.has(value):
                 return value
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number that is {allowed}")
+        raise refusal(text, f"a number that is {allowed}")
 
     return parse
+
+
+EXPONENTS = {"k": 3, "m": 6, "g": 9, "b": 9, "t": 12}  # of suffixes: thousand to trillion
+
+
+def refusal(text: str, wanted: str) -> argparse.ArgumentTypeError:
+    """Return the error for a text that is not what is wanted; for 1M it says to give 1e6."""
+    remedy = ""
+    exponent = EXPONENTS.get(text[-1:].lower())
+    if exponent and text[:-1].replace(".", "").isdigit():
+        remedy = f": give {text[:-1]}e{exponent}"
+    return argparse.ArgumentTypeError(f"{text!r} is not {wanted}{remedy}")
 
 
 def quoted(path: object) -> str:
@@ -411,6 +426,10 @@ def end_of_program(
             line = f"error: {file}{fault.strerror or fault}"
     if line and not silent:
         print_error(prog, line)
+    report = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if report:  # torchrun's traceback then ends with this line
+        failure = dict(message=line, extraInfo=dict(timestamp=int(time.time())))
+        Path(report).write_text(json.dumps(dict(message=failure)))
     return status
 
 
@@ -444,6 +463,15 @@ def start_script(prog: str):
     set_allocator()
 
 
+def end_by_exceptions():
+    """Let the signals that end a script raise: Ctrl-C KeyboardInterrupt, SIGTERM and SIGHUP (a lost
+    terminal) SystemExit. Then files that are not complete are deleted."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
+            signal.signal(number, lambda number, _: sys.exit(128 + number))
+
+
 def check_installed():
     """Raise UsageError if packages are missing that every script imports."""
     needed = ("numpy", "torch", "loguru", "filelock")
@@ -467,8 +495,15 @@ def set_allocator():
     os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 
 
+MOST_QUOTED = 1000  # characters of an error's line
+
+
 def print_error(prog: str, line: str):
-    """Print a line on stderr, over a progress bar."""
+    """Print a line on stderr, over a progress bar; of a very long one, which quotes a file, the
+    first and last characters."""
+    if len(line) > MOST_QUOTED:
+        half = MOST_QUOTED // 2
+        line = f"{line[:half]} ... {line[-half:]}"
     clear = "\r\033[K" if sys.stderr.isatty() else ""
     print(f"{clear}{prog}: {one_line(line)}", file=sys.stderr)
 
@@ -545,15 +580,8 @@ def durable(path: Path, mode: str = "w") -> Iterator[IO]:
     if path.exists() and (not path.is_file() or path.parent == Path("/dev")):
         raise FileExistsError(errno.EEXIST, "not a regular file: use another name", str(path))
     delete_unfinished(path.parent, glob.escape(path.name))
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
-    try:
-        file = open(temporary, mode.replace("w", "x"))
-    except OSError as fault:
-        fault.filename = str(path)  # the name that the user knows
-        raise
+    temporary, file = create_held(path, mode.replace("w", "x"))
     with file:
-        with suppress(OSError):  # a file system may have no locks
-            hold(file.fileno())
         try:
             yield file
             file.flush()
@@ -565,12 +593,28 @@ def durable(path: Path, mode: str = "w") -> Iterator[IO]:
     sync(path.parent)
 
 
-def hold(descriptor: int):
-    """Lock an open file until its process ends or closes it. Raise BlockingIOError if another one
-    holds it, or OSError if the file system has no locks."""
+def create_held(path: Path, mode: str) -> tuple[Path, IO]:
+    """Create a temporary file for a path, and hold it; return its name, too."""
+    while True:
+        temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+        try:
+            file = open(temporary, mode)
+        except OSError as fault:
+            fault.filename = str(path)  # the name that the user knows
+            raise
+        with suppress(OSError):  # a file system may have no locks
+            hold(file.fileno(), waits=True)
+        if temporary.exists():
+            return temporary, file
+        file.close()  # another writer held it first, and deleted it as left by a killed process
+
+
+def hold(descriptor: int, waits: bool = False):
+    """Lock an open file until its process ends or closes it. If another one holds it, wait or raise
+    BlockingIOError. Raise OSError if the file system has no locks."""
     import fcntl  # not at the top: exports have this module, and Windows lacks it
 
-    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    fcntl.flock(descriptor, fcntl.LOCK_EX if waits else fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def delete_unfinished(directory: Path, pattern: str):

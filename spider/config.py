@@ -1,5 +1,6 @@
 """SpiderConfig, every size of the model, and the presets. Does not import torch."""
 
+import difflib
 import math
 import re
 from collections.abc import Mapping
@@ -201,11 +202,15 @@ class SpiderConfig:
         """Return a config with the changes of --set, NAME=VALUE,...; raise ValueError for a bad
         name or value."""
         changes = {}
+        names = vars(self).keys() - {"n_loops"}  # which is a flag
         for setting in text.split(",") if text else ():
             name, _, value = setting.partition("=")
-            if name not in vars(self) or name == "n_loops":  # which is a flag
+            if name not in names:
+                nearest = difflib.get_close_matches(name, names, 1)
+                remedy = f": the nearest is {nearest[0]}" if nearest else ""
                 raise ValueError(
-                    f"{name!r} is not a field of SpiderConfig (spider/config.py) that --set changes"
+                    f"{name!r} is not a field of SpiderConfig (spider/config.py) that --set "
+                    f"changes{remedy}"
                 )
             changes[name] = parse_value(name, value, getattr(SpiderConfig, name))
         return replace(self, **changes)

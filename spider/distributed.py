@@ -17,6 +17,7 @@ distributes what a checkpoint holds.
 import math
 import os
 import signal
+import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from loguru import logger
 from torch import Tensor, nn
 
 # torch._C adds it to the module
@@ -56,6 +58,13 @@ def rank_and_count(environ: Mapping[str, str], rank_name: str, count_name: str) 
             f"single process"
         )
     return int(rank), int(count)
+
+
+SLOW_START = 60.0  # seconds after which ranks that have not met are a warning
+SLOW_START_ADVICE = (
+    "the ranks have not met within a minute: look whether all have started; if they have, NCCL may "
+    "hang between PCIe cards: set NCCL_P2P_DISABLE=1 (docs/scaling.md)"
+)
 
 
 class World:
@@ -112,6 +121,9 @@ class World:
             # Slurm may show a process its own GPU alone, with index 0, or all GPUs of the node.
             self.device = torch.device("cuda", self.local_rank % torch.cuda.device_count())
             torch.cuda.set_device(self.device)
+        warning = threading.Timer(SLOW_START, logger.warning, [SLOW_START_ADVICE])
+        warning.daemon = True  # it must not keep a process that ends
+        warning.start()
         try:
             self._start_groups(timedelta(seconds=timeout))
             self.all(True)  # rank 0 may hold the store: it must not end while others still connect
@@ -121,6 +133,8 @@ class World:
                 f"{str(fault).splitlines()[0]}: start all with torchrun, with the same "
                 f"--rdzv_endpoint"
             ) from None
+        finally:
+            warning.cancel()
 
     def _start_groups(self, timeout: timedelta):
         """Start the process group of all ranks, and those of the mesh's dimensions."""

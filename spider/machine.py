@@ -20,6 +20,7 @@ from loguru import logger
 from torch import Tensor, nn
 
 from spider.common import TooLarge, UsageError, one_line
+from spider.threads import memory_limit
 
 if TYPE_CHECKING:
     import loguru
@@ -196,7 +197,7 @@ def multiplies_bf16(device: torch.device) -> bool:
 # --------------------------------------------------------------------------------------------------
 # Memory
 
-CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")  # limit of a container, in bytes, or "max"
+FILE_SYSTEM = Path("/")
 
 
 def memory_of(device: torch.device, local_ranks: int = 1) -> float:
@@ -205,9 +206,7 @@ def memory_of(device: torch.device, local_ranks: int = 1) -> float:
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    with suppress(OSError, ValueError):  # no such file, or "max"
-        total = min(total, int(CGROUP_LIMIT.read_text()))
-    return total / local_ranks
+    return min(total, memory_limit(FILE_SYSTEM)) / local_ranks
 
 
 def proc_bytes(file: str, field: str) -> float:
@@ -276,13 +275,18 @@ def keep_freed_memory():
 
 # How errors begin: of host memory that CUDA cannot lock, of a GPU that another program has filled
 CUDA_IS_FULL = "CUDA error: out of memory"
+# oneDNN's error without memory; "... primitive descriptor" means an operation that it does not have
+ONEDNN_IS_FULL = "could not create a primitive"
 
 
 def is_out_of_memory(fault: Exception) -> bool:
     """Return whether an error means out of memory, on the host or a GPU."""
     if isinstance(fault, (MemoryError, torch.OutOfMemoryError)):
         return True
-    return "can't allocate memory" in str(fault) or CUDA_IS_FULL in str(fault)
+    message = str(fault)
+    return (
+        "can't allocate memory" in message or CUDA_IS_FULL in message or message == ONEDNN_IS_FULL
+    )
 
 
 @contextmanager

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from train import CommandLine, Flags, Recipe
 
 MAX_MICRO_BATCH = 1 << 16  # sequences, where --global_batch chooses
+MAX_SPLITS = 64  # of a step; the memory of each takes milliseconds to estimate
 
 Split = dict[str, Any]  # a step's micro-steps: micro_batch and grad_accum
 
@@ -82,7 +83,9 @@ def settle(
     flags that contradict one another or that this machine does not support, and CheckpointError for
     a checkpoint of another model."""
     given = command.given
-    recipe = recipe_of(command.flags.model, origin, world.device)
+    # On unlike GPUs ranks may choose differently.
+    choose = partial(recipe_of, command.flags.model, origin, world.device)
+    recipe = world.on_rank0(choose)
     defaults = recipes[recipe]
     flags = with_recipe(command, defaults, origin)
     config, asked = model_config(flags, recipe, origin)
@@ -119,12 +122,18 @@ def settle(
 # Recipe and model
 
 
+MEMORY_OF_1B = 20e9  # bytes: less holds weights and optimizer, but hardly a micro-batch
+
+
 def recipe_of(model: str, origin: Origin, device: torch.device) -> str:
-    """Return the recipe: that of --model, else the checkpoint's, else one that suits the device."""
+    """Return the recipe: that of --model, else the checkpoint's, else one that suits the device:
+    `1b` would take weeks on a GPU without bf16."""
     if model != "auto":
         return model
-    recorded = (origin.state or {}).get("recipe")
-    return recorded or ("1b" if device.type == "cuda" else "tiny")
+    if recorded := (origin.state or {}).get("recipe"):
+        return recorded
+    is_small = device.type == "cpu" or machine.memory_of(device) < MEMORY_OF_1B
+    return "tiny" if is_small or not machine.multiplies_bf16(device) else "1b"
 
 
 def with_recipe(command: "CommandLine", recipe: "Recipe", origin: Origin) -> "Flags":
@@ -187,9 +196,9 @@ def splits_of(
 ) -> list[Split]:
     """Return the splits of a step that the flags allow, the preferred ones first.
 
-    With --global_batch (given, or the recipe's) these are all that give its bytes, the largest
-    micro-batch first; memory decides among them. An interrupted run prefers the split that it
-    had."""
+    With --global_batch (given, or the recipe's) these are all that give its bytes, or of very many
+    a part, the largest micro-batch first; memory decides among them. An interrupted run prefers the
+    split that it had."""
     if flags.global_batch is None:
         return [dict(micro_batch=flags.micro_batch, grad_accum=flags.grad_accum)]
     row_bytes = flags.seq_len * ranks  # bytes of a sequence on every rank
@@ -209,6 +218,8 @@ def splits_of(
             f"--global_batch: {flags.global_batch:,} bytes are not a multiple of {row_bytes:,} "
             f"(--seq_len times ranks){times}"
         )
+    while len(splits) > MAX_SPLITS:
+        del splits[-2::-2]  # not the last one, which takes the least memory
     if origin.resumes:
         before = origin.flags.get("micro_batch")
         splits.sort(key=lambda split: split["micro_batch"] != before)

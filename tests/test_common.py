@@ -6,18 +6,22 @@ import fcntl
 import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
+import threading
 import tomllib
 from pathlib import Path
 
 import pytest
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 import bench
 import data
 import sample
 import train
 from conftest import ROOT, contents
+from jobs import until
 from spider import common
 from spider.common import (
     Diverged,
@@ -57,6 +61,24 @@ def raises(fault: BaseException):
 def test_expected_error_is_one_line_and_a_status(capsys, fault, status, line):
     assert run_program(raises(fault), "x.py", interrupted="stopped") == status
     assert capsys.readouterr() == ("", f"x.py: {line}\n")
+
+
+def test_the_line_of_an_error_has_at_most_a_thousand_characters(capsys):
+    """However long what it quotes is. The remedy stands at the end."""
+    fault = UsageError(f"--config: {2_000_000 * 'x'}: use --set")
+    run_program(raises(fault), "x.py")
+    line = capsys.readouterr().err
+    assert len(line) < 1030
+    assert line.startswith("x.py: error: --config: xxx") and line.endswith("xxx: use --set\n")
+
+
+def test_torchruns_report_ends_with_the_line_of_the_error(tmp_path, monkeypatch):
+    file = tmp_path / "error.json"  # torchrun gives each rank one
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
+    run_program(raises(UsageError("give --target_tokens")), "x.py")
+    failure = ProcessFailure(local_rank=0, pid=1, exitcode=2, error_file=str(file))
+    *_, last, _ = str(ChildFailedError("x.py", {0: failure})).splitlines()
+    assert last == "  traceback : error: give --target_tokens"
 
 
 def test_defect_keeps_its_traceback():
@@ -118,6 +140,10 @@ PARSERS = {
         ("train.py --zzz 1 --depth=4", "unknown flag --zzz; unknown flag --depth: use --model"),
         ("train.py config/train_shakespeare_char.py --device=cpu", "by --config"),
         ("train.py --no_keep_best", "use --keep_best=False"),
+        ("train.py data/shakespeare", "unknown word data/shakespeare: give data by --data_dir"),
+        ("bench.py --model huge", "see python bench.py --help"),
+        ("train.py --target_tokens 1M", "'1M' is not a whole number that is at least 1: give 1e6;"),
+        ("train.py --target_flops 1.5k", "give 1.5e3"),
         ("train.py --keep_best=1", "--keep_best: '1' is neither True nor False"),
         ("train.py --lr=--", "--lr: -- is not a value"),
         ("train.py --sample_prompt -x", "(one that begins with - as --NAME=VALUE)"),
@@ -214,6 +240,46 @@ def test_durable_file_writes_through_no_link(tmp_path):
     assert path.stat().st_mode == victim.stat().st_mode  # as of any new file
     assert path.read_text() == "b" and not path.is_symlink()
     assert victim.read_text() == "old"
+
+
+def test_a_second_writer_of_a_file_does_not_disturb_the_first(tmp_path, monkeypatch):
+    """It takes the first one's temporary file, which is not yet held, for that of a killed process,
+    holds it and deletes it."""
+    hold = common.hold
+    deletions = []
+
+    def hold_second(descriptor, **options):
+        if not deletions:
+            (unfinished,) = tmp_path.iterdir()
+            file = unfinished.open("rb")
+            hold(file.fileno())
+
+            def delete():
+                unfinished.unlink()
+                file.close()
+
+            deletions.append(threading.Timer(0.1, delete))
+            deletions[0].start()
+        hold(descriptor, **options)
+
+    monkeypatch.setattr(common, "hold", hold_second)
+    with durable(tmp_path / "a") as file:
+        deletions[0].join()
+        file.write("new")
+    assert contents(tmp_path) == {"a": b"new"}
+
+
+@pytest.mark.parametrize("number", (signal.SIGINT, signal.SIGTERM, signal.SIGHUP))
+def test_a_script_that_a_signal_ends_leaves_nothing_in_its_output(tmp_path, number):
+    """It waits for text on stdin."""
+    out = tmp_path / "out"
+    command = [sys.executable, "data.py", "prepare", "-", "--out", out]
+    job = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stderr=subprocess.PIPE)
+    until(lambda: out.exists() and len(os.listdir(out)) == 2)  # the lock, and a folder for shards
+    job.send_signal(number)
+    _, error = job.communicate()
+    assert job.returncode == 128 + number and b"Traceback" not in error
+    assert os.listdir(out) == []
 
 
 NEW = "PYTORCH_ALLOC_CONF"

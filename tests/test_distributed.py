@@ -31,7 +31,7 @@ from jobs import (
     until,
     workers,
 )
-from spider import optim
+from spider import distributed, optim
 from spider.common import SpiderError, WorldError
 from spider.distributed import World
 
@@ -71,6 +71,26 @@ def test_ranks_that_cannot_join_are_told_why(monkeypatch, environ, shards, messa
         monkeypatch.setenv(*variable)
     with pytest.raises(WorldError, match=message):
         World(environ).join(torch.device("cpu"), shards, 1.0)
+
+
+def test_ranks_that_do_not_meet_in_time_are_told_why(monkeypatch):
+    lines = []
+    monkeypatch.setattr(distributed, "SLOW_START", 0.01)
+    monkeypatch.setattr(distributed.logger, "warning", lines.append)
+    world = World(rank_variables(0, 2, port=0))
+    monkeypatch.setattr(world, "_start_groups", lambda _: until(lambda: lines))
+    monkeypatch.setattr(world, "all", lambda holds: holds)
+    world.join(torch.device("cpu"), 1, 1.0)
+    (line,) = lines
+    assert "NCCL_P2P_DISABLE=1" in line
+
+    monkeypatch.setattr(distributed, "SLOW_START", 60.0)
+    monkeypatch.setattr(world, "_start_groups", lambda _: None)
+    world.join(torch.device("cpu"), 1, 1.0)
+    for thread in threading.enumerate():
+        if isinstance(thread, threading.Timer):
+            thread.join(20)
+            assert not thread.is_alive()  # it is cancelled
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="would start NCCL")

@@ -1,6 +1,6 @@
 """What a machine has: a GPU that PyTorch can use, precisions, memory."""
 
-import math
+import os
 from types import SimpleNamespace
 
 import pytest
@@ -9,6 +9,7 @@ from loguru import logger
 
 from spider import machine, state
 from spider.common import TooLarge, UsageError
+from test_threads import V1, make_groups
 
 # versions of CUDA, of this PyTorch and of the driver
 NO_GPU = (
@@ -114,6 +115,12 @@ def test_a_run_leaves_the_callers_handlers_and_the_next_one_is_not_deterministic
     assert lines == ["once\n"] and new_log().count("once") == 1
 
 
+def test_onednn_without_memory_is_a_lack_of_memory():
+    assert machine.is_out_of_memory(RuntimeError("could not create a primitive"))
+    unsupported = "could not create a primitive descriptor for a matmul primitive"
+    assert not machine.is_out_of_memory(RuntimeError(unsupported))
+
+
 def test_free_memory_of_a_gpu_leaves_out_what_is_in_use(monkeypatch):
     monkeypatch.setattr("torch.cuda.mem_get_info", lambda _: (3, 5))
     assert machine.free_memory(torch.device("cuda")) == 3
@@ -146,9 +153,27 @@ def test_no_memory_is_page_locked_that_would_leave_less_than_a_quarter_to_others
         machine.check_lockable(16)
 
 
-@pytest.mark.parametrize("limit, most", (("5000\n", 5000), ("max\n", math.inf)))
-def test_a_containers_memory_is_its_limit(tmp_path, monkeypatch, limit, most):
-    of_machine = machine.memory_of(torch.device("cpu"))
-    monkeypatch.setattr(machine, "CGROUP_LIMIT", tmp_path / "memory.max")
-    (tmp_path / "memory.max").write_text(limit)
-    assert machine.memory_of(torch.device("cpu"), 2) == min(of_machine, most) / 2
+OF_V1 = "memory.limit_in_bytes"
+
+
+@pytest.mark.parametrize(
+    "groups, files, most",
+    (
+        ("0::/\n", {}, 10_000),
+        ("0::/\n", {"memory.max": "5000\n"}, 5000),
+        ("0::/\n", {"memory.max": "max\n"}, 10_000),
+        # the smallest of the groups that hold this one counts
+        ("0::/pod/job\n", {"pod/memory.max": "4000", "pod/job/memory.max": "6000"}, 4000),
+        ("0::/pod/job\n", {"pod/memory.max": "max", "pod/job/memory.max": "6000"}, 6000),
+        (V1, {f"memory/job/{OF_V1}": "3000", f"memory/{OF_V1}": "9223372036854771712"}, 3000),
+    ),
+)
+def test_memory_is_at_most_that_of_the_control_groups(tmp_path, monkeypatch, groups, files, most):
+    """On a machine of 10,000 bytes, all of them free."""
+    cpu = torch.device("cpu")
+    make_groups(tmp_path, groups, {f"sys/fs/cgroup/{name}": text for name, text in files.items()})
+    monkeypatch.setattr(machine, "FILE_SYSTEM", tmp_path)
+    monkeypatch.setattr(os, "sysconf", lambda _: 100)
+    monkeypatch.setattr(machine, "proc_bytes", lambda *_: 10_000)
+    assert machine.memory_of(cpu, 2) == most / 2
+    assert machine.free_memory(cpu) == most

@@ -41,20 +41,34 @@ def command(text: str) -> CommandLine:
 # Recipe and model
 
 
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
+
+
 @pytest.mark.parametrize(
     "model, checkpoint, device, recipe",
     (
-        ("auto", FROM_SCRATCH, "cpu", "tiny"),
-        ("auto", FROM_SCRATCH, "cuda", "1b"),
-        ("auto", origin(recipe="small"), "cuda", "small"),
-        ("auto", origin(), "cpu", "tiny"),
-        ("base", origin(recipe="small"), "cpu", "base"),
+        ("auto", FROM_SCRATCH, CPU, "tiny"),
+        ("auto", FROM_SCRATCH, GPU, "1b"),
+        ("auto", origin(recipe="small"), GPU, "small"),
+        ("auto", origin(), CPU, "tiny"),
+        ("base", origin(recipe="small"), CPU, "base"),
     ),
 )
 def test_the_recipe_is_that_of_the_flag_the_checkpoint_or_the_device(
-    model, checkpoint, device, recipe
+    monkeypatch, model, checkpoint, device, recipe
 ):
-    assert plan.recipe_of(model, checkpoint, torch.device(device)) == recipe
+    monkeypatch.setattr(machine, "multiplies_bf16", lambda _: True)
+    monkeypatch.setattr(machine, "memory_of", lambda _: 24e9)
+    assert plan.recipe_of(model, checkpoint, device) == recipe
+
+
+@pytest.mark.parametrize("has_bf16, memory", ((False, 24e9), (True, 16e9)))  # such as a T4
+def test_the_recipe_is_tiny_on_a_gpu_on_which_1b_would_take_weeks_or_not_fit(
+    monkeypatch, has_bf16, memory
+):
+    monkeypatch.setattr(machine, "multiplies_bf16", lambda _: has_bf16)
+    monkeypatch.setattr(machine, "memory_of", lambda _: memory)
+    assert plan.recipe_of("auto", FROM_SCRATCH, GPU) == "tiny"
 
 
 @pytest.mark.parametrize(
@@ -94,6 +108,7 @@ def test_minutes_for_a_run_that_was_started_without_them_are_refused():
     "argv, complaint",
     (
         ("--set nonsense=1", "--set: .*not a field"),
+        ("--set hidden=256", "--set: .*not a field.*: the nearest is hidden_size"),
         ("--set n_loops=2", "--set: .*not a field"),
         ("--set hidden_size=big", "--set: .*takes int"),
         ("--set act=maybe", "--set: .*true or false"),
@@ -172,6 +187,14 @@ def test_a_resumed_run_prefers_its_split():
         dict(micro_batch=16, grad_accum=8),
         dict(micro_batch=128, grad_accum=1),
     ]
+
+
+def test_of_a_step_with_thousands_of_splits_a_few_are_tried_with_the_smallest_among_them():
+    """The number of bytes has 103,680 divisors; the memory of each split takes milliseconds."""
+    flags, given, _ = command("--seq_len 32 --global_batch 897612484786617600")
+    sizes = [split["micro_batch"] for split in splits_of(flags, given, 1)]
+    assert 32 <= len(sizes) <= 64
+    assert sizes == sorted(sizes, reverse=True) and sizes[0] > 50_000 and sizes[-1] == 1
 
 
 # --------------------------------------------------------------------------------------------------
