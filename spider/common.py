@@ -351,15 +351,9 @@ def real(low: float, high: float = LARGEST_FLOAT, above: bool = False) -> Callab
     return parse
 
 
-EXPONENTS = {"k": 3, "m": 6, "g": 9, "b": 9, "t": 12}  # of suffixes: thousand to trillion
-
-
 def refusal(text: str, wanted: str) -> argparse.ArgumentTypeError:
-    """Return the error for a text that is not what is wanted; for 1M it says to give 1e6."""
-    remedy = ""
-    exponent = EXPONENTS.get(text[-1:].lower())
-    if exponent and text[:-1].replace(".", "").isdigit():
-        remedy = f": give {text[:-1]}e{exponent}"
+    """Return the error for a text that is not the number that is wanted."""
+    remedy = " (give 1e6 for 1M)" if text[-1:].isalpha() else ""
     return argparse.ArgumentTypeError(f"{text!r} is not {wanted}{remedy}")
 
 

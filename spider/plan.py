@@ -157,14 +157,10 @@ def check_minutes(flags: "Flags", recorded: Mapping[str, Any]):
     before = recorded.get("minutes")
     if before == flags.minutes:
         return
-    start = "without --minutes"
-    remedy = "leave --minutes out"
-    if before is not None:
-        start = f"with --minutes {before:g}"
-        remedy = f"give --minutes {before:g}"
+    remedy = "leave --minutes out" if before is None else f"give --minutes {before:g}"
     raise UsageError(
-        f"--minutes {flags.minutes:g}: the run that this command continues was started {start}: "
-        f"{remedy} to continue it, or name a new --ckpt_dir, with --reset_steps if you --resume"
+        f"--minutes {flags.minutes:g}: the run that this command continues was not started with "
+        f"it: {remedy} to continue it, or name a new --ckpt_dir, with --reset_steps if you --resume"
     )
 
 

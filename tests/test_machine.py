@@ -160,10 +160,7 @@ OF_V1 = "memory.limit_in_bytes"
     "groups, files, most",
     (
         ("0::/\n", {}, 10_000),
-        ("0::/\n", {"memory.max": "5000\n"}, 5000),
-        ("0::/\n", {"memory.max": "max\n"}, 10_000),
-        # the smallest of the groups that hold this one counts
-        ("0::/pod/job\n", {"pod/memory.max": "4000", "pod/job/memory.max": "6000"}, 4000),
+        ("0::/pod/job\n", {"pod/memory.max": "4000\n", "pod/job/memory.max": "6000"}, 4000),
         ("0::/pod/job\n", {"pod/memory.max": "max", "pod/job/memory.max": "6000"}, 6000),
         (V1, {f"memory/job/{OF_V1}": "3000", f"memory/{OF_V1}": "9223372036854771712"}, 3000),
     ),

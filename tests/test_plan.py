@@ -41,15 +41,21 @@ def command(text: str) -> CommandLine:
 # Recipe and model
 
 
-CPU, GPU = torch.device("cpu"), torch.device("cuda")
+# whether a device has bf16, and its memory
+CPU = "cpu", True, 1e12
+L4 = "cuda", True, 23.6e9
+RTX_8000 = "cuda", False, 48e9
+RTX_5080 = "cuda", True, 16e9
 
 
 @pytest.mark.parametrize(
     "model, checkpoint, device, recipe",
     (
         ("auto", FROM_SCRATCH, CPU, "tiny"),
-        ("auto", FROM_SCRATCH, GPU, "1b"),
-        ("auto", origin(recipe="small"), GPU, "small"),
+        ("auto", FROM_SCRATCH, L4, "1b"),
+        ("auto", FROM_SCRATCH, RTX_8000, "tiny"),  # 1b would take weeks
+        ("auto", FROM_SCRATCH, RTX_5080, "tiny"),  # 1b would not fit
+        ("auto", origin(recipe="small"), L4, "small"),
         ("auto", origin(), CPU, "tiny"),
         ("base", origin(recipe="small"), CPU, "base"),
     ),
@@ -57,18 +63,10 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda")
 def test_the_recipe_is_that_of_the_flag_the_checkpoint_or_the_device(
     monkeypatch, model, checkpoint, device, recipe
 ):
-    monkeypatch.setattr(machine, "multiplies_bf16", lambda _: True)
-    monkeypatch.setattr(machine, "memory_of", lambda _: 24e9)
-    assert plan.recipe_of(model, checkpoint, device) == recipe
-
-
-@pytest.mark.parametrize("has_bf16, memory", ((False, 24e9), (True, 16e9)))  # such as a T4
-def test_the_recipe_is_tiny_on_a_gpu_on_which_1b_would_take_weeks_or_not_fit(
-    monkeypatch, has_bf16, memory
-):
+    name, has_bf16, memory = device
     monkeypatch.setattr(machine, "multiplies_bf16", lambda _: has_bf16)
     monkeypatch.setattr(machine, "memory_of", lambda _: memory)
-    assert plan.recipe_of("auto", FROM_SCRATCH, GPU) == "tiny"
+    assert plan.recipe_of(model, checkpoint, torch.device(name)) == recipe
 
 
 @pytest.mark.parametrize(
@@ -100,7 +98,7 @@ def test_a_resumed_run_of_minutes_keeps_its_horizon(argv, resumes, target_tokens
 
 def test_minutes_for_a_run_that_was_started_without_them_are_refused():
     """They chose its horizon: another run would continue it unasked."""
-    with pytest.raises(UsageError, match="started without --minutes: leave --minutes out"):
+    with pytest.raises(UsageError, match="leave --minutes out"):
         plan.check_minutes(replace(Flags(), minutes=0.05), {})
 
 
