@@ -19,6 +19,7 @@ if __name__ == "__main__":
     start_script("train.py")  # before torch is imported
 
 import argparse
+import gc
 import math
 import os
 import sys
@@ -410,12 +411,15 @@ def remaining(weaker: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
 
 def default_ckpt_dir(flags: Flags) -> str:
     """Return the default of --ckpt_dir: runs on mock data, and those that start from another run's
-    weights, have their own."""
+    weights, have their own. It is named after the other run, and the checkpoint if that is given:
+    from-RUN-spider-stepN."""
     directory = flags.ckpt_dir
     if flags.mock_data:
         directory = os.path.join(directory, "mock")
     if flags.reset_steps and flags.resume:
-        directory = os.path.join(directory, f"from-{Path(flags.resume).stem}")
+        origin = os.path.relpath(flags.resume.removesuffix(".pt"), directory)
+        names = [name for name in Path(origin).parts[-2:] if name != ".."]
+        directory = os.path.join(directory, "-".join(("from", *names)))
     return directory
 
 
@@ -981,6 +985,10 @@ def time_steps(plan: Plan, world: World, loader: Loader) -> float:
         optimizers.set_lr(flags.lr, lr_factor(step, plan.horizon, flags))
         train_step(model, optimizers, batches, now, flags.grad_clip)
         times.append(time.perf_counter() - began)
+    # The run's own model needs the memory: do not wait for the collector, nor keep it for torch.
+    del model, optimizers, batches
+    gc.collect()
+    torch.cuda.empty_cache()
     return plan.step_bytes / median(times[1:])
 
 
@@ -1102,6 +1110,18 @@ def main(
         if metrics_file:
             metrics_file.sync()
 
+    def save():
+        state = dict(
+            model_state_dict=model_state(model),
+            optimizer_state_dict=optimizers.state_dict(),
+            cfg=asdict(model.config),
+            recipe=plan.recipe,
+            **loader.mixture,
+            flags=flags.recorded(),
+            **asdict(progress),
+        )
+        writer.save(state, sync_metrics)
+
     # ----------------------------------------------------------------------------------------------
     # The loop: what is due after a step, then the next one
     while True:
@@ -1112,6 +1132,8 @@ def main(
             # Once in a while: evaluate. A signal interrupts it, but not its record.
             evaluates = flags.eval_every and (is_last or step % flags.eval_every == 0)
             if evaluates and progress.val_loss is None:
+                if is_last and step > writer.saved_step:
+                    save()  # so that a kill in the evaluation costs no step
                 found = stop.may_interrupt(evaluate_now)
                 if found is not None:
                     progress.record_evaluation(found, counts=step % flags.eval_every == 0)
@@ -1124,7 +1146,7 @@ def main(
             # Every step: its line of metrics.jsonl, and wandb
             if metrics_file:
                 metrics_file.write(progress.metrics)
-            if tracker and step >= log.first_step:
+            if tracker and step > writer.saved_step:
                 tracker.log(progress.metrics, step=step)
 
         # Once in a while: save. `ends` is asked once: a signal may arrive at any time.
@@ -1132,16 +1154,7 @@ def main(
         is_best = flags.keep_best and progress.is_best
         is_due = (step % flags.ckpt_every == 0 or is_best) and not progress.skipped
         if step > writer.saved_step and (ends or is_due):
-            state = dict(
-                model_state_dict=model_state(model),
-                optimizer_state_dict=optimizers.state_dict(),
-                cfg=asdict(model.config),
-                recipe=plan.recipe,
-                **loader.mixture,
-                flags=flags.recorded(),
-                **asdict(progress),
-            )
-            writer.save(state, sync_metrics)
+            save()
         progress.check_divergence(flags.max_skipped)
         if ends:
             break

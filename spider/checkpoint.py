@@ -12,6 +12,7 @@ code. All randomness is a function of (seed, step), so there is no random state 
     targets, shares                           by source: training bytes, and part of the sequences
 """
 
+import errno
 import itertools
 import json
 import math
@@ -31,7 +32,7 @@ import torch
 from loguru import logger
 from torch import Tensor, nn
 
-from spider import common
+from spider import common, machine
 from spider.common import LARGEST, CheckpointError, Range, UsageError
 from spider.config import PRESETS, SEQ_LEN, SpiderConfig
 from spider.distributed import World
@@ -96,19 +97,36 @@ def check_archive(path: Path, sums: bool):
 
 @contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """Turn any error inside into a CheckpointError that names the file. A damaged or foreign file
-    may cause errors of any kind."""
+    """Turn any error inside into an OSError if the file is not at fault (NO_DAMAGE), else into a
+    CheckpointError; both name the file. A damaged or foreign file may cause errors of any kind."""
     try:
         yield
     except CheckpointError:
         raise
     except Exception as fault:
+        number = error_number(fault)
+        if number in NO_DAMAGE:
+            raise OSError(number, os.strerror(number), str(path)) from None
         unsafe = re.search(r"Unsupported .*?(?= by default|[.] |\n|$)", str(fault))
         first_line = str(fault).partition("\n")[0]
         reason = unsafe[0] if unsafe else f"{type(fault).__name__}: {first_line}"
         raise CheckpointError(
-            f"{path} is not a checkpoint that can be read safely: {reason}"
+            f"{path} is not a checkpoint that can be read safely: {reason[:300]}"
         ) from None
+
+
+# Lack of memory, rights or file handles
+NO_DAMAGE = {errno.ENOMEM, errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE}
+
+
+def error_number(fault: Exception) -> int:
+    """Return the errno of an error that the system caused, or 0."""
+    if machine.is_out_of_memory(fault):
+        return errno.ENOMEM
+    if isinstance(fault, OSError):
+        return fault.errno or 0
+    of_torch = re.search(r"\((\d+)\)$", str(fault))  # which maps files itself
+    return int(of_torch[1]) if of_torch else 0
 
 
 # --------------------------------------------------------------------------------------------------
@@ -142,6 +160,8 @@ def recorded(state: dict) -> dict:
     types = ENTRIES | FLAGS
     for name, value in (*known.items(), *known.get("flags", {}).items()):
         valid = isinstance(value, types.get(name, float | int | str | None))
+        if valid and isinstance(value, float):
+            valid = math.isfinite(value) or name in ENTRIES  # best_loss begins at infinity
         if valid and isinstance(value, int):
             valid = SIZES.get(name, Range(0, LARGEST)).has(value)
         if not valid:
@@ -356,13 +376,15 @@ def load_origin(directory: Path, resume: str | None, reset_steps: bool) -> Origi
         a good checkpoint     none, the newest, the directory    resumes from the newest
                               another file in it                 error
                               elsewhere                          resumes from the newest
+                              elsewhere, --reset_steps, but
+                              not what the run began from        error
         only bad ones         in the directory                   begins with what is named
                               none, elsewhere                    error
         no checkpoint         any                                begins with what is named
 
     So a command that is repeated, as by torchrun and Slurm, continues its run. A run with a good
-    checkpoint refuses --reset_steps, unless --resume names something elsewhere and is not read.
-    Raise CheckpointError in these cases, and for a checkpoint that cannot be used."""
+    checkpoint refuses --reset_steps, unless --resume names what the run began from, and is not
+    read. Raise CheckpointError in these cases, and for a checkpoint that cannot be used."""
     newest = next(good_checkpoints(directory), None)
     here = directory.resolve()
     named = None
@@ -379,6 +401,12 @@ def load_origin(directory: Path, resume: str | None, reset_steps: bool) -> Origi
         return begin_run(resume, reset_steps)
     path, state = newest
     if resume is not None and not inside:
+        # a checkpoint of an early version does not say what its run began from
+        if reset_steps and state.get("origin", str(named)) != str(named):
+            raise CheckpointError(
+                f"--reset_steps: the run in {directory} did not begin from {resume}: name a new "
+                f"--ckpt_dir; or, to continue that run, leave out --resume and --reset_steps"
+            )
         logger.info(
             f"{directory} holds a run, which resumes from its own checkpoint: --resume {resume} "
             f"is not read"
@@ -579,11 +607,13 @@ def progress_of(
     Losses that the changes make incomparable are forgotten."""
     flags = plan.flags
     progress = RunProgress()
+    if flags.reset_steps and flags.resume:
+        progress.origin = os.path.realpath(flags.resume)
     changed: dict[str, str] = {}
     if origin.resumes:
         assert origin.state is not None
         names = vars(progress).keys() & origin.state.keys()
-        progress = RunProgress(**{name: origin.state[name] for name in names})
+        progress = replace(progress, **{name: origin.state[name] for name in names})
         changed = changes_since(origin.state, plan, loader.mixture)
     if changed:
         evaluates = EVALUATES | MIXTURE.keys()

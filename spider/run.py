@@ -56,6 +56,7 @@ class RunProgress:
     skipped: int = 0  # last steps in a row that were not finite
     wandb: dict | None = None  # name and id of the wandb run
     n_loops: int = 1  # loops in training; may be more than the model was built for
+    origin: str | None = None  # the real path that --resume named for the weights of step 0
 
     def record(
         self, numbers: dict, bytes_seen: int, epoch: int, cleared: bool = False
@@ -149,19 +150,27 @@ class RunProgress:
 # metrics.jsonl
 
 
-def read_lines(path: Path) -> Iterator[dict]:
+def finite(numbers: Mapping[str, Any]) -> dict[str, Any]:
+    """Return numbers by name, None for those that are not finite, since JSON has none."""
+    return {
+        name: value if value is not None and math.isfinite(value) else None
+        for name, value in numbers.items()
+    }
+
+
+def read_lines(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the metrics of each step in metrics.jsonl, None for numbers that were not finite.
 
     If there is no such file, yield nothing. Leave out all other lines, such as one that a kill cut
-    short."""
+    short, or of another program."""
     if not path.is_file():
         return
     with open(path, "rb") as file:
         for line in file:
-            numbers = None
-            with suppress(ValueError, RecursionError):
-                numbers = json.loads(line)
-            if isinstance(numbers, dict) and "step" in numbers:
+            numbers: dict[str, Any] = {}
+            with suppress(ValueError, TypeError, AttributeError, OverflowError, RecursionError):
+                numbers = finite(json.loads(line))
+            if numbers.get("step") is not None:
                 yield numbers
 
 
@@ -183,12 +192,8 @@ class Metrics:
 
     def write(self, numbers: Mapping):
         """Write the line of a step; non-finite numbers become null."""
-        finite = dict(numbers)
-        for name, value in numbers.items():
-            if value is not None and not math.isfinite(value):
-                finite[name] = None
         with self.lock:
-            self.pending += json.dumps(finite).encode() + b"\n"
+            self.pending += json.dumps(finite(numbers)).encode() + b"\n"
         try:
             self._write_pending()
             self.complete = True
@@ -367,6 +372,7 @@ def start_wandb(
             name=name,
             id=run_id,
             resume="allow",
+            reinit="create_new",  # a run that the caller has open stays open
             config=dict(settings),
         )
     except Exception as fault:  # installation, settings, network or service

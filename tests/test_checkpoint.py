@@ -23,6 +23,7 @@ from conftest import (
     make_shards,
     refused,
     run,
+    run_python,
     saved_steps,
 )
 from spider import checkpoint, state
@@ -113,6 +114,57 @@ def test_directory_in_use_is_refused_except_for_a_dry_run(tmp_path, train_small,
         train_small("--dry_run")
 
 
+# Load a checkpoint, and then again under two limits: print the errors.
+LIMITED = """
+import os, pathlib, re, resource, sys
+import torch
+from spider.checkpoint import load_checkpoint
+path = pathlib.Path(sys.argv[1])
+def load(limit, most):
+    free = resource.getrlimit(limit)
+    for mapped in (False, True):
+        resource.setrlimit(limit, (most, free[1]))
+        try:
+            load_checkpoint(path, mapped)
+        except OSError as fault:
+            resource.setrlimit(limit, free)
+            print(fault.filename == str(path), fault.strerror)
+load_checkpoint(path)
+memory = re.search(r"VmSize:\\s+(\\d+)", open("/proc/self/status").read())[1]
+load(resource.RLIMIT_AS, 1024 * int(memory) + (32 << 20))
+load(resource.RLIMIT_NOFILE, os.dup(0))
+"""
+
+
+def test_lack_of_memory_or_of_file_handles_is_told_as_such_and_is_no_damage(
+    tmp_path, saved_by_adamw8bit
+):
+    saved_by_adamw8bit["model_state_dict"]["large"] = torch.zeros(16 << 20)  # 64 MiB
+    torch.save(saved_by_adamw8bit, tmp_path / "large.pt")
+    del saved_by_adamw8bit["model_state_dict"]["large"]
+    done = run_python(LIMITED, tmp_path / "large.pt")
+    expected = ["True Cannot allocate memory"] * 2 + ["True Too many open files"] * 2
+    assert done.stdout.splitlines() == expected, done.stderr
+
+
+def test_run_whose_checkpoint_may_not_be_read_is_refused_and_unchanged(
+    train_small, monkeypatch, error_of
+):
+    """It does not resume from the one before, which would lose steps."""
+    directory = train_small(f"--ckpt_every 1 {NO_EVAL}", steps=2)
+    before = contents(directory)
+    load = torch.load
+
+    def load_first(path, **options):
+        if path.stem == "spider-step2":
+            raise PermissionError(errno.EACCES, "not to be seen", "of another")
+        return load(path, **options)
+
+    monkeypatch.setattr(torch, "load", load_first)
+    assert f"error: {directory}/spider-step2.pt: Permission denied" in error_of()
+    assert contents(directory) == before
+
+
 # --------------------------------------------------------------------------------------------------
 # Crafted files
 
@@ -124,7 +176,9 @@ CRAFTED = """
     saved["n_loops"] = 10**9
     saved["metrics"] = {"loss": 10**400}
     saved["flags"]["seq_len"] = "32"
+    saved["flags"]["lr"] = math.nan
     saved["cfg"]["hidden_size"] = 1 << 40
+    saved["cfg"]["x" * (1 << 21)] = 1
     weights["lm_head.weight"] = torch.zeros(()).expand(1 << 20, 1 << 20)
     for name, weight in weights.items(): weights[name] = weight.bfloat16()  # integers, too
     values["state1"] = values["state1"].to_sparse()

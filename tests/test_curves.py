@@ -50,6 +50,7 @@ def test_only_finite_numbers_of_metrics_are_drawn_and_losses_in_bits(tmp_path):
     assert curves.read_curves(tmp_path) == {}
     lines = [json.dumps(dict(step=n, bytes_seen=100 * n, loss=2 * n)) for n in (1, 2)]
     others = ["[1]", '{"step": 1', '{"step": 3, "bytes_seen": 300, "loss": null, "lr": null}']
+    others += [f'{{"step": 4, "bytes_seen": 400, "loss": {n}}}' for n in ("NaN", "1e999", '"a"')]
     (tmp_path / "metrics.jsonl").write_text("\n".join(lines + others))
     found = curves.read_curves(tmp_path)
     assert found["bpb"].tolist() == [[100, 200], [2 / math.log(2), 4 / math.log(2)]]

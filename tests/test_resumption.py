@@ -1,6 +1,7 @@
 """A run that is killed, stopped or changed, and resumed: equality to the bit, the rule of resuming,
 and what is logged."""
 
+import errno
 import math
 import os
 import random
@@ -11,6 +12,7 @@ import weakref
 from contextlib import suppress
 
 import pytest
+import torch
 
 import train
 from conftest import (
@@ -28,7 +30,7 @@ from conftest import (
     signal_in_step,
 )
 from jobs import Job, sleeps, steps_done, unread, until
-from spider import boundaries
+from spider import boundaries, checkpoint
 from spider.checkpoint import load_origin
 from spider.common import DataError, Stopped
 from spider.run import COPY_SECONDS, RunProgress
@@ -266,6 +268,45 @@ def test_signal_saves_also_if_nobody_reads_the_log(tmp_path, start_job):
     assert last_step(tmp_path / "run") > 5
 
 
+@pytest.mark.parametrize("slow", ("evaluate", "log_sample"))
+def test_run_that_is_killed_at_its_last_evaluation_has_saved_its_last_step(
+    tmp_path, train_small, start_job, slow
+):
+    """The evaluation is made by the same command given again. Or it is over, and a kill comes
+    before its result is saved."""
+    flags = "--eval_every 50 --sample_every 50"
+    directory = tmp_path / "run"
+    job = start_job(flags, "--max_steps 3", slow=slow)
+    until(lambda: saved_steps(directory) == [3])
+    assert end_by(job, signal.SIGKILL)[0] == -signal.SIGKILL
+    assert final_state(directory)["val_loss"] is None
+    resumed = train_small(flags, steps=3)
+    assert_same_runs(train_small(flags, steps=3, ckpt="whole"), resumed)
+    assert final_state(resumed)["val_loss"] > 0
+
+
+def test_last_step_stays_saved_if_its_evaluation_cannot_be_added(
+    train_small, monkeypatch, error_of
+):
+    """As by a kill while its checkpoint is written again. All other checkpoints stay, too."""
+    flags = "--ckpt_every 2 --keep_best --eval_every 2"
+    write = checkpoint.write_archive
+
+    def fail_if_evaluated(file, saved):
+        if saved["step"] == 5 and saved["val_loss"] is not None:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write(file, saved)
+
+    whole = train_small(flags, steps=5, ckpt="whole")
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "write_archive", fail_if_evaluated)
+        for _ in range(2):
+            assert "step 5 could not be saved" in error_of(flags, steps=5)
+    directory = train_small(flags, steps=5)
+    assert_same_runs(whole, directory)
+    assert saved_steps(directory) == saved_steps(whole)
+
+
 @pytest.mark.slow
 def test_signal_during_compilation_does_not_wait_for_its_end(tmp_path, start_job):
     job = start_job("--compile", TORCHINDUCTOR_CACHE_DIR=str(tmp_path / "empty"))
@@ -474,6 +515,43 @@ def test_reset_with_the_default_directory_begins_beside_the_run_that_it_came_fro
         lines = metrics(tmp_path / "checkpoints" / "from-spider-step3")
         assert [line["step"] for line in lines] == [*range(1, steps + 1)]
     assert last_step(tmp_path / "checkpoints") == 3
+
+
+@pytest.mark.parametrize(
+    "resume, directory",
+    (
+        ("checkpoints/run", "checkpoints/from-run"),
+        ("checkpoints/run.v2/", "checkpoints/from-run.v2"),
+        ("checkpoints/a/spider-step2.pt", "checkpoints/from-a-spider-step2"),
+        ("b/spider-step2.pt", "checkpoints/from-b-spider-step2"),
+        ("../spider-step2.pt --mock_data", "checkpoints/mock/from-spider-step2"),
+    ),
+)
+def test_default_directory_of_a_fine_tune_has_the_name_of_run_and_step(resume, directory):
+    argv = f"--reset_steps --resume {resume}".split()
+    assert train.parse_args(argv, {}).flags.ckpt_dir == directory
+
+
+def test_fine_tune_is_refused_in_a_directory_whose_run_began_from_something_else(
+    tmp_path, train_small, error_of
+):
+    """A checkpoint of an early version does not say what its run began from: it resumes."""
+    new_weights = train_small("--eval_every 0", steps=1)
+    origin = train_small("--ckpt_every 1 --eval_every 0", steps=2, ckpt="origin")
+    tune = f"--eval_every 0 --reset_steps --resume {origin}/spider-step"
+    tuned = train_small(f"{tune}1.pt", steps=1, ckpt="tuned")
+    continued = train_small("--eval_every 0 --resume", tuned, steps=2, ckpt="continued")
+    for directory in (new_weights, tuned, continued):
+        before = contents(directory)
+        line = error_of(f"{tune}2.pt", ckpt=directory.name)
+        assert f"{directory} did not begin from {origin}/spider-step2.pt" in line
+        assert contents(directory) == before
+    path = tuned / "spider-step1.pt"
+    early = torch.load(path)
+    del early["origin"]
+    torch.save(early, path)
+    assert last_step(train_small(f"{tune}2.pt", steps=2, ckpt="tuned")) == 2
+    assert "did not begin from" in error_of(f"{tune}1.pt", ckpt="tuned")
 
 
 # --------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from conftest import SMALL, final_state, last_step, metrics, model_with_fault
+from conftest import SMALL, final_state, last_step, metrics, model_with_fault, run_python
 from spider import estimate, machine
 from spider.checkpoint import best_checkpoint
 from spider.config import SpiderConfig
@@ -192,8 +192,8 @@ def test_lines_that_a_full_disk_refuses_or_cuts_are_written_later_in_order(tmp_p
 def test_resumed_run_repairs_the_lines_of_a_killed_one(train_small):
     """It had written lines after its checkpoint; the last one is cut short."""
     path = train_small("--eval_every 0", steps=3) / "metrics.jsonl"
-    lines = path.read_text()
-    path.write_text(lines + '{"step": 4, "loss": 7}\n{"step": 5, "lo')
+    lines = path.read_text().replace('"loss": ', '"loss": null, "x": ', 1)
+    path.write_text(lines + '{"step": 4, "loss": 7}\n{"step": null}\n{"step": 5, "lo')
     train_small("--eval_every 0", steps=4)
     assert path.read_text().startswith(lines)
     assert [line["step"] for line in metrics(path.parent)] == [1, 2, 3, 4]
@@ -308,6 +308,25 @@ def test_wandb_is_used_only_with_a_run_name_works_offline_and_resumes_its_run(
     runs = sorted((tmp_path / "wandb").glob("offline-run-*"), key=os.path.getmtime)
     first, again = (path.name.rpartition("-")[2] for path in runs)
     assert first == again
+
+
+OPEN_RUN = """
+import sys, train, wandb
+mine = wandb.init(project="mine")
+assert train.command_line(sys.argv[1:]) == 0
+assert wandb.run is mine
+mine.log(dict(a=1))
+assert mine.summary["a"] == 1
+assert "loss" not in mine.summary.keys()
+"""
+
+
+@pytest.mark.slow
+def test_a_wandb_run_that_the_caller_has_open_stays_open_and_its_own(tmp_path, argv_of):
+    argv = argv_of("--eval_every 0 --run smoke", steps=1)
+    done = run_python(OPEN_RUN, *argv, cwd=tmp_path, **OFFLINE)
+    assert done.returncode == 0, done.stderr
+    assert len([*(tmp_path / "wandb").glob("offline-run-*")]) == 2
 
 
 class FakeWandb:
