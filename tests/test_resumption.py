@@ -535,7 +535,8 @@ def test_default_directory_of_a_fine_tune_has_the_name_of_run_and_step(resume, d
 def test_fine_tune_is_refused_in_a_directory_whose_run_began_from_something_else(
     tmp_path, train_small, error_of
 ):
-    """A checkpoint of an early version does not say what its run began from: it resumes."""
+    """A checkpoint of an early version does not say what its run began from: it resumes, and from
+    then on it is what the command names."""
     new_weights = train_small("--eval_every 0", steps=1)
     origin = train_small("--ckpt_every 1 --eval_every 0", steps=2, ckpt="origin")
     tune = f"--eval_every 0 --reset_steps --resume {origin}/spider-step"
@@ -550,7 +551,8 @@ def test_fine_tune_is_refused_in_a_directory_whose_run_began_from_something_else
     early = torch.load(path)
     del early["origin"]
     torch.save(early, path)
-    assert last_step(train_small(f"{tune}2.pt", steps=2, ckpt="tuned")) == 2
+    for steps in (2, 3):
+        assert last_step(train_small(f"{tune}2.pt", steps=steps, ckpt="tuned")) == steps
     assert "did not begin from" in error_of(f"{tune}1.pt", ckpt="tuned")
 
 
