@@ -76,6 +76,7 @@ from spider.inference import (
     converse,
     count_characters,
     decoder_of,
+    in_notebook,
     model_of,
     read_checkpoint,
     score_windows,
@@ -258,7 +259,7 @@ def bytes_to_continue(prompt: str | None) -> bytes | None:
     dialogue."""
     if prompt is not None:
         return os.fsencode(prompt)
-    if "JPY_PARENT_PID" in os.environ and os.isatty(0):  # a cell's terminal, in which none can type
+    if in_notebook() and os.isatty(0):  # a cell's terminal, in which none can type
         raise UsageError("a notebook has no input for a dialogue: give --prompt")
     if os.isatty(0):
         return None if sys.stdout.isatty() else b""

@@ -958,7 +958,7 @@ def log_sample(model: Spider, step: int, flags: Flags, validation: Validation):
         generated = whole.generate(prompt, 200, generator=generator, n_loops=flags.n_loops)
         text = decode(list(generated))
         logger.info(f"step {step} continues {decode(prompt)!r}: {text!r}")
-    except FloatingPointError as fault:
+    except (FloatingPointError, UsageError) as fault:
         logger.warning(f"step {step}: no sample: {fault}")
     whole.train()
 

@@ -48,6 +48,7 @@ class Cache:
     buffer: Tensor  # [layers, loops, B, S, width]
     slot: Tensor  # int64 [M], where the step's rows go in [B * S]
     used_slots: int  # a bound of the slots in use; those behind it were never filled
+    layer: int  # of a view, see `of`
     slots: Tensor  # [loops, B * S, width], the part of `buffer` from a layer's loop on, see `of`
 
     def __init__(self, buffer: Tensor, packing: Packing, before: Tensor, window: int = 0):
@@ -78,6 +79,7 @@ class Cache:
     def of(self, layer: int, loop: int = 0) -> Self:
         """Return a view for a layer and loop, on the same buffer."""
         view = copy(self)
+        view.layer = layer
         view.slots = self.buffer[layer, loop:].flatten(1, 2)
         return view
 
@@ -95,6 +97,7 @@ class LatentCache(Cache):
 
     hidden: Tensor | None = None  # bool [B, T, used_slots]: not visible to a row; None: all are
     padded_row: Tensor  # int64 [M], the step's rows in [B * T]; only with `hidden`
+    kept: dict[int, Tensor]  # of byte layers, see rows_before
 
     def __init__(self, buffer: Tensor, packing: Packing, before: Tensor, window: int = 0):
         super().__init__(buffer, packing, before, window)
@@ -131,6 +134,29 @@ class LatentCache(Cache):
         out = torch.bmm(score.softmax(-1), keys_BSw[..., :value_width])
         out = out.view(documents * longest, heads, value_width)
         return out.index_select(0, self.padded_row) if padded else out
+
+
+def rows_before(
+    x_MD: Tensor, packing: Packing, count: int, cache: LatentCache | None = None
+) -> Tensor:
+    """Return the `count` rows before each row of a byte layer, the nearest first: [count, M, D].
+    They are zero before a document's start.
+
+    cache: in decoding, that of the layer. It keeps the last rows, so call this once in a layer."""
+    documents = 1 if cache is None else len(packing.cu_seqlens) - 1
+    x_BTD = x_MD.unflatten(0, (documents, -1))
+    kept_BcD = x_BTD.new_zeros(documents, count, x_BTD.shape[2])
+    if cache is not None:
+        kept_BcD = cache.kept.get(cache.layer, kept_BcD)
+    known = torch.cat((kept_BcD, x_BTD), dim=1)
+    if cache is not None:
+        cache.kept[cache.layer] = known[:, -count:]
+    distances = range(1, count + 1)
+    end = known.shape[1]
+    earlier = [known[:, count - distance : end - distance].flatten(0, 1) for distance in distances]
+    distance = torch.tensor(distances, device=x_MD.device)
+    in_document = packing.position >= distance[:, None]  # [count, M]
+    return torch.where(in_document[:, :, None], torch.stack(earlier), 0)
 
 
 def is_single_row(packing: Packing) -> bool:

@@ -19,20 +19,24 @@ Shapes, as suffixes of names:
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from spider.attention import LatentCache
+from spider.common import UsageError
 from spider.contexts import Past
 from spider.memory import ConvolutionCache, MatchHistory, PackedBytes
 from spider.packing import Packing, check_ids, document_starts
 from spider.segments import add_open_segments, last_byte_of, sum_segments
-from spider.vocabulary import EOS_ID, PAD_ID
+from spider.vocabulary import BOS_ID, EOS_ID, PAD_ID
 
 PIECE = 256  # bytes of a row that one pass of decoding takes, which bounds its memory
+# Up to this product of a step's bytes and hidden_size^2 a second thread gains nothing, and on busy
+# cores it costs many times the step: docs/results/performance.md#threads
+ONE_THREAD = 1 << 20
 
 # --------------------------------------------------------------------------------------------------
 # The state
@@ -59,19 +63,21 @@ class DecodingState:
     byte_latents: Tensor  # [prelude and coda layers, 1, B, S, C + R], normed and rotated
     segment_latents: Tensor  # [core layers, n_loops, B, S, C + R], of each segment's last loop
     convolved: Tensor  # [Engram layers of the core, n_loops, B, S, D], convolution inputs
+    # by number of a byte layer that calls attention.rows_before: its last rows, [B, count, D]
+    kept: dict[int, Tensor] = field(default_factory=dict)
 
     def copy(self, rows: list[int] | None = None) -> "DecodingState":
         """Copy the state, or only the given rows, which may repeat."""
-        device = self.position.device
-        chosen = None if rows is None else torch.tensor(rows, device=device)
+        if rows is None:
+            rows = [*range(len(self.position))]
+        chosen = torch.tensor(rows, device=self.position.device)
         copies = {}
         for name, value in vars(self).items():
-            if not isinstance(value, Tensor):
-                copies[name] = value
-            elif chosen is None:
-                copies[name] = value.clone()
-            else:
-                copies[name] = value.index_select(ROW_DIMENSION.get(name, 0), chosen)
+            if isinstance(value, Tensor):
+                value = value.index_select(ROW_DIMENSION.get(name, 0), chosen)
+            elif isinstance(value, dict):
+                value = {layer: kept.index_select(0, chosen) for layer, kept in value.items()}
+            copies[name] = value
         return DecodingState(**copies)
 
     def start_documents(self, starts: Tensor, null: Tensor | None):
@@ -160,9 +166,12 @@ def forbid_repeats(logits: Tensor, written: Tensor, size: int) -> Tensor:
 
 
 def decoding_state(model: Any, rows: int = 1, n_loops: int | None = None) -> DecodingState:
-    """Make the state of `rows` empty rows; n_loops defaults to the config's."""
+    """Make the state of `rows` empty rows; n_loops defaults to the config's. Raise UsageError if
+    the model is a subclass's and decodes wrongly, see check_decoding."""
     c = model.config
     n_loops = model.loops_of(n_loops)
+    if model.checks_decoding and not model.training:
+        check_decoding(model, n_loops)
     latent_width = c.kv_lora_rank + c.qk_rope_head_dim
     byte_layers = c.n_prelude_layers + c.n_coda_layers
 
@@ -188,6 +197,38 @@ def decoding_state(model: Any, rows: int = 1, n_loops: int | None = None) -> Dec
     )
 
 
+CHECKED = b"Rows read the rows before them. " * 6
+
+
+@torch.no_grad()
+def check_decoding(model: Any, n_loops: int):
+    """Raise UsageError unless bytes that are decoded in steps have the logits of a full pass.
+
+    A subclass's layer that mixes rows sees only those of a step, unless it keeps earlier ones."""
+    dtype = model.compute_dtype
+    backend = model.backend
+    # in fp32 no near-tie of experts or boundaries falls the other way; `loop` takes any dtype
+    model.compute_dtype = model.wide_dtype
+    model.set_backend("loop")
+    model.checks_decoding = False
+    try:
+        ids = torch.tensor([[BOS_ID, *CHECKED]], device=model.embed_tokens.device)
+        state = model.decoding_state(n_loops=n_loops)
+        steps = ids.tensor_split([*range(120, 144)], dim=1)
+        stepped = torch.cat([model.step(piece, state) for piece in steps], dim=1)
+        difference = float((stepped - model(ids, n_loops=n_loops).logits).abs().max())
+    finally:
+        model.checks_decoding = True
+        model.compute_dtype = dtype
+        model.set_backend(backend)
+    if difference > 0.01:
+        raise UsageError(
+            f"{type(model).__name__} decodes other logits than it computes in a full pass, by "
+            f"{difference:.2g}: a layer that mixes rows must keep its last ones "
+            f"(docs/guide/trying-an-idea.md#a-layer-that-mixes-rows)"
+        )
+
+
 @torch.no_grad()
 def step(model: Any, input_ids: Tensor, state: DecodingState) -> Tensor:
     """Feed input_ids int64 [B, T] and advance the state; return fp32 logits [B, T, vocab_size].
@@ -202,8 +243,14 @@ def step(model: Any, input_ids: Tensor, state: DecodingState) -> Tensor:
         raise RuntimeError("decoding needs evaluation mode: call model.eval() first")
     check_ids("input_ids", input_ids, len(state.position))
     pieces = input_ids.tensor_split(_piece_starts(input_ids), dim=1)
-    with torch.inference_mode():  # 10% faster
-        logits = [_read_piece(model, piece, state) for piece in pieces]
+    threads = torch.get_num_threads()
+    if input_ids.numel() * model.config.hidden_size**2 <= ONE_THREAD:
+        torch.set_num_threads(1)
+    try:
+        with torch.inference_mode():  # 10% faster
+            logits = [_read_piece(model, piece, state) for piece in pieces]
+    finally:
+        torch.set_num_threads(threads)
     return torch.cat(logits, dim=1)  # a normal tensor, not an inference tensor
 
 
@@ -297,6 +344,7 @@ def _read_piece(model: Any, input_ids: Tensor, state: DecodingState) -> Tensor:
     cache = LatentCache(
         state.byte_latents, packed.packing, state.position, model.config.byte_window
     )
+    cache.kept = state.kept
     x_MD = model.before_core(packed, cache)
     if model.core is not None:
         predicted = model.predict_boundaries(x_MD)

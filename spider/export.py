@@ -24,7 +24,7 @@ from spider.checkpoint import PREFIX, is_export, safetensors
 from spider.common import ROOT, CheckpointError, locked, sync
 from spider.config import SpiderConfig
 from spider.run import read_lines
-from spider.vocabulary import BOS_ID, EOS_ID, PAD_ID
+from spider.vocabulary import BOS_ID, EOS_ID, PAD_ID, VOCAB_SIZE
 
 ADAPTER = "modeling_spider"
 
@@ -126,8 +126,8 @@ GENERATION_SETTINGS = {
     "do_sample": True,
     "temperature": 0.8,
     "top_k": 0,
-    # not the reserved ids: fine-tuning may give them a meaning, and before they are never a target
-    "suppress_tokens": [PAD_ID, BOS_ID],
+    # never a target, as are the reserved ids unless fine-tuning gives them a meaning
+    "suppress_tokens": [PAD_ID, BOS_ID, *range(EOS_ID + 1, VOCAB_SIZE)],
 }
 
 

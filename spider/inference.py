@@ -18,6 +18,7 @@ import math
 import os
 import signal
 import sys
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from itertools import chain, islice
@@ -67,6 +68,11 @@ def read_checkpoint(name: str, model_class: type[Spider]) -> tuple[Path, dict]:
     """Return the path and content of a checkpoint or export, or of the newest good checkpoint of a
     directory. Raise UsageError or CheckpointError if there is none for the model class."""
     path = Path(name)
+    if is_text(path):
+        raise UsageError(
+            f"{name} is not a checkpoint but a text: to train on it, python data.py prepare "
+            f"{quoted(name)} --out data, then python train.py"
+        )
     if path.exists() and not is_directory_of_checkpoints(path):
         saved = load_checkpoint(path)
     else:
@@ -80,6 +86,15 @@ def read_checkpoint(name: str, model_class: type[Spider]) -> tuple[Path, dict]:
     model = on_meta(model_class, SpiderConfig.from_saved(saved["cfg"]))
     check_weights(path, saved, model)
     return path, saved
+
+
+def is_text(path: Path) -> bool:
+    """Tell whether a file begins like a text: with bytes, and no NUL among them."""
+    if not path.is_file():
+        return False
+    with open(path, "rb") as file:
+        beginning = file.read(1024)
+    return b"\0" not in beginning and len(beginning) > 0
 
 
 def check_holds_checkpoints(directory: Path):
@@ -189,12 +204,22 @@ def prompt_ids(prompt: bytes) -> list[int]:
     return [BOS_ID, *prompt]
 
 
+def in_notebook() -> bool:
+    """Tell whether a notebook runs this process, whose cells may be terminals."""
+    return "JPY_PARENT_PID" in os.environ
+
+
 def print_bytes(pieces: Iterable[bytes], raw: bool):
     """Print bytes as they arrive, and a line break in the end.
 
     raw: unchanged. Else they are decoded, and control characters are escaped, except for line
-    breaks and tabs."""
+    breaks and tabs.
+
+    Only a terminal shows each byte at once. A notebook makes an output of whatever is flushed, so
+    there, in files and in pipes, bytes appear at most every tenth of a second."""
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    is_terminal = sys.stdout.isatty() and not in_notebook()
+    flushed = -math.inf
     try:
         for piece in pieces:
             if raw:
@@ -202,7 +227,10 @@ def print_bytes(pieces: Iterable[bytes], raw: bool):
             else:
                 text = decoder.decode(piece)
                 print("".join(c if c in "\n\t" else one_line(c) for c in text), end="")
-            sys.stdout.flush()
+            now = time.monotonic()
+            if is_terminal or now - flushed >= 0.1:
+                sys.stdout.flush()
+                flushed = now
     finally:
         print(decoder.decode(b"", final=True), flush=True)
 

@@ -212,7 +212,8 @@ def read(model: Spider, text: bytes, n_loops: int) -> Analysis:
 
 
 def take_text(argument: str) -> tuple[bytes, str]:
-    """Return the first LONGEST bytes of the text that --show names, and its name without a path."""
+    """Return the first LONGEST bytes of the text that --show names, and its name without a path.
+    Raise DataError if it is empty, or a path without a file."""
     if argument == "-":
         name = "standard input"
         text = sys.stdin.buffer.read(LONGEST + 1)
@@ -220,6 +221,8 @@ def take_text(argument: str) -> tuple[bytes, str]:
         name = Path(argument).name
         with open(argument, "rb") as file:
             text = file.read(LONGEST + 1)
+    elif re.search(r"/|\.\w+$", argument):
+        raise DataError(f"--show: {argument}: no such file; --show - takes any text, from stdin")
     else:
         name = "a text"
         text = os.fsencode(argument)

@@ -118,6 +118,7 @@ class SpiderForCausalLM(PreTrainedModel, GenerationMixin):
     project)."""
 
     config_class = SpiderHFConfig
+    _no_split_modules = ["Spider"]  # on one device: it reads weights outside of their modules
     _is_stateful = True
     supports_gradient_checkpointing = True
 

@@ -120,7 +120,17 @@ def test_generate_as_a_trainer_leaves_the_model_writes_the_same(model):
 def test_ids_that_texts_lack_are_never_drawn(model):
     prompt = torch.tensor([[BOS_ID, 97]])
     drawn = model.generate(prompt, max_new_tokens=1, num_return_sequences=4000, temperature=1e6)
-    assert set(drawn[:, 2].tolist()) == {*range(272)} - {PAD_ID, BOS_ID}
+    assert set(drawn[:, 2].tolist()) == {*range(256), EOS_ID}
+
+
+def test_no_model_is_split_over_two_devices(model):
+    from accelerate import infer_auto_device_map
+
+    size = model.get_memory_footprint()
+    memory = {0: size // 2, 1: 2 * size, "cpu": 2 * size}
+    classes = model._no_split_modules
+    devices = infer_auto_device_map(model, max_memory=memory, no_split_module_classes=classes)
+    assert devices == {"": 1}
 
 
 def test_a_kept_cache_continues_its_text_alone(model):

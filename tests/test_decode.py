@@ -125,6 +125,30 @@ def test_copied_picked_and_saved_states_continue_independently(tmp_path):
     assert_equal(model.step(rows[:, 29:], loaded), full[:, 29:])
 
 
+def test_a_step_of_few_bytes_takes_one_thread_and_puts_the_number_back(monkeypatch):
+    model = halting_model()  # of width 32
+    monkeypatch.setattr("spider.decode.ONE_THREAD", 4 * 32**2)
+    taken = []
+
+    def note_threads(*_):
+        taken.append(torch.get_num_threads())
+        if len(taken) == 3:
+            raise KeyboardInterrupt
+
+    model.lm_head.register_forward_pre_hook(note_threads)
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        model.step(text(2, 2), model.decoding_state(2))
+        model.step(text(1, 5), model.decoding_state())
+        with pytest.raises(KeyboardInterrupt):
+            model.step(text(4, 1), model.decoding_state(4))
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)
+    assert taken == [1, 3, 1]
+
+
 def test_a_model_in_training_mode_refuses_to_decode():
     model = awake(small_config())
     with pytest.raises(RuntimeError, match="evaluation mode"):

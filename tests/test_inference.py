@@ -104,7 +104,17 @@ def test_input_follows_a_stop_text_directly(model, dialogue, typed):
     assert second == expected
 
 
-def test_input_after_eos_begins_another_document(model, dialogue, monkeypatch):
+@pytest.mark.parametrize(
+    "answer, before_c, before_nothing",
+    (
+        (b"d", [EOS_ID, BOS_ID], [EOS_ID, BOS_ID]),  # shorter than --bytes: EOS follows
+        (b"12345678\n", b"\n", b"\n"),
+        (b"123456789", b"9\n", b"9"),
+    ),
+)
+def test_input_begins_a_document_after_eos_and_a_line_after_other_bytes(
+    model, dialogue, monkeypatch, answer, before_c, before_nothing
+):
     fed = []
     read = Sampler.read
 
@@ -113,9 +123,10 @@ def test_input_after_eos_begins_another_document(model, dialogue, monkeypatch):
         return read(self, state, ids)
 
     monkeypatch.setattr(Sampler, "read", record_ids)
-    monkeypatch.setattr(Spider, "generate_batch", lambda *_, **__: iter([[100]]))  # then EOS
+    columns = [[byte] for byte in answer]
+    monkeypatch.setattr(Spider, "generate_batch", lambda *_, **__: iter(columns))
     dialogue(model, ["ab", "c", ""])
-    assert fed == [[BOS_ID, *b"ab"], [EOS_ID, BOS_ID, *b"c"], [EOS_ID, BOS_ID]]
+    assert fed == [[BOS_ID, *b"ab"], [*before_c, *b"c"], [*before_nothing]]
 
 
 @pytest.mark.parametrize("size", (1, 2, 3, 5))

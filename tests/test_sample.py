@@ -3,6 +3,7 @@ them."""
 
 import builtins
 import gzip
+import io
 import itertools
 import json
 import math
@@ -100,7 +101,11 @@ def test_control_characters_are_escaped_unless_raw(trained, writes, capsysbinary
     ),
     ids=("no stop text", "stop texts"),
 )
-def test_text_is_streamed_as_whole_characters(trained, writes, capsysbinary, stop, seen):
+def test_a_terminal_shows_each_whole_character(
+    trained, writes, monkeypatch, capsysbinary, stop, seen
+):
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.delenv("JPY_PARENT_PID", raising=False)
     found = []
     writes(
         columns_of("é漢🕸\n".encode() + b"\xc3x"),
@@ -109,6 +114,27 @@ def test_text_is_streamed_as_whole_characters(trained, writes, capsysbinary, sto
     assert sample.main([str(trained), "--prompt", "", *(f"--stop={text}" for text in stop)]) == 0
     assert found == seen
     assert capsysbinary.readouterr().out.decode() == "é漢🕸\n\ufffdx\n"
+
+
+@pytest.mark.parametrize("terminal", (False, True), ids=("pipe", "cell of a notebook"))
+def test_elsewhere_bytes_appear_at_most_every_tenth_of_a_second(terminal, monkeypatch):
+    if terminal:
+        monkeypatch.setenv("JPY_PARENT_PID", "1")
+    stdout = io.TextIOWrapper(io.BytesIO())
+    monkeypatch.setattr(stdout, "isatty", lambda: terminal, raising=False)
+    monkeypatch.setattr(sys, "stdout", stdout)
+    clock = itertools.count(7.0, 0.04)
+    monkeypatch.setattr("spider.inference.time.monotonic", lambda: next(clock))
+    seen = []
+
+    def pieces():
+        for byte in b"abcdef":
+            yield bytes([byte])
+            seen.append(stdout.buffer.getvalue())
+
+    inference.print_bytes(pieces(), raw=False)
+    assert seen == [b"a", b"a", b"a", b"abcd", b"abcd", b"abcd"]
+    assert stdout.buffer.getvalue() == b"abcdef\n"
 
 
 def test_a_closed_pipe_ends_a_sample_silently(trained):
@@ -350,6 +376,10 @@ def files(trained, tmp_path, monkeypatch) -> Path:
         # checkpoints
         ("", "checkpoints: no such file or directory: name another, or train first"),
         ("text.pt", "text.pt is not a checkpoint"),
+        (
+            "a.txt",
+            "a.txt is not a checkpoint but a text: to train on it, python data.py prepare a.txt",
+        ),
         ("empty", "empty: there is no checkpoint in it: name another"),
         ("run/spider-step3.pt --best", "is not a directory of checkpoints"),
         # texts, and files to write
@@ -357,6 +387,8 @@ def files(trained, tmp_path, monkeypatch) -> Path:
         ("run --eval no.jsonl", "no.jsonl:1: without a text in 'text': it has a: --field NAME"),
         ("run --eval empty", "empty: "),
         ("run --eval one.bin", "one.bin: no byte to predict"),
+        ("run --show nofile.txt", "nofile.txt: no such file; --show - takes any text"),
+        ("run --show no/file", "no/file: no such file"),
         ("none --eval a.txt --json no/out", "no/out: No such file"),
         ("run --export empty.txt", "exists and is not an empty directory: use another name"),
     ),

@@ -36,13 +36,16 @@ def test_the_pages_model_trains_and_decodes_as_in_the_full_pass(page):
     with torch.no_grad():
         full = model.eval()(ids).logits
         state = model.decoding_state(2)
-        stepped = [model.step(part, state) for part in ids.split([9, 1, 14], dim=1)]
+        stepped = [model.step(part, state) for part in ids[:, :10].split([9, 1], dim=1)]
+        state = state.copy([0, 1])
+        stepped.append(model.step(ids[:, 10:], state))
     torch.testing.assert_close(torch.cat(stepped, dim=1), full, rtol=0, atol=2e-5)
 
 
 def test_train_py_trains_the_pages_model_and_sample_py_samples_from_it(
-    page, tmp_path, shards, capsys
+    page, tmp_path, shards, monkeypatch, capsys
 ):
+    """If a layer keeps no rows, its model trains and is evaluated, but does not write."""
     directory = tmp_path / "run"
     flags = run_flags(shards, directory, "--precision fp32", steps=2)
     assert page["main"](flags) == 0
@@ -51,6 +54,16 @@ def test_train_py_trains_the_pages_model_and_sample_py_samples_from_it(
     for command in ("--prompt a --bytes 4", f"--eval {shards}", "--show abc"):
         assert page["talk"](f"{directory} {command} --device cpu".split()) == 0
     assert page["talk"]([str(directory), "--export", str(tmp_path / "export")]) == 2
+    rows_before = page["rows_before"]
+    with monkeypatch.context() as patch:
+        patch.setitem(page, "rows_before", lambda *args: rows_before(*args[:3]))
+        capsys.readouterr()
+        assert page["talk"]([str(directory), "--eval", str(shards)]) == 0
+        assert page["talk"]([str(directory), "--prompt", "a"]) == 2
+        assert "must keep its last ones" in capsys.readouterr().err.splitlines()[-1]
+        more = "--max_steps 3 --sample_every 1 --compile=False".split()
+        assert page["main"]([*flags, *more]) == 0
+        assert "step 3: no sample: MySpider decodes other logits" in capsys.readouterr().err
     for program, argv in ((sample.main, [str(directory)]), (train.command_line, flags)):
         capsys.readouterr()
         assert program(argv) == 2
