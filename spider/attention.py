@@ -139,24 +139,21 @@ class LatentCache(Cache):
 def rows_before(
     x_MD: Tensor, packing: Packing, count: int, cache: LatentCache | None = None
 ) -> Tensor:
-    """Return the `count` rows before each row of a byte layer, the nearest first: [count, M, D].
+    """Return the `count` rows before each row of a byte layer, the nearest first: [M, D, count].
     They are zero before a document's start.
 
     cache: in decoding, that of the layer. It keeps the last rows, so call this once in a layer."""
     documents = 1 if cache is None else len(packing.cu_seqlens) - 1
-    x_BTD = x_MD.unflatten(0, (documents, -1))
-    kept_BcD = x_BTD.new_zeros(documents, count, x_BTD.shape[2])
+    known_BTD = F.pad(x_MD.unflatten(0, (documents, -1)), (0, 0, count, 0))
     if cache is not None:
-        kept_BcD = cache.kept.get(cache.layer, kept_BcD)
-    known = torch.cat((kept_BcD, x_BTD), dim=1)
-    if cache is not None:
-        cache.kept[cache.layer] = known[:, -count:]
-    distances = range(1, count + 1)
-    end = known.shape[1]
-    earlier = [known[:, count - distance : end - distance].flatten(0, 1) for distance in distances]
-    distance = torch.tensor(distances, device=x_MD.device)
-    in_document = packing.position >= distance[:, None]  # [count, M]
-    return torch.where(in_document[:, :, None], torch.stack(earlier), 0)
+        if cache.layer in cache.kept:
+            known_BTD[:, :count] = cache.kept[cache.layer]
+        cache.kept[cache.layer] = known_BTD[:, -count:]
+    windows = known_BTD.unfold(1, count + 1, 1).flatten(0, 1)  # [M, D, count + 1], the row last
+    earlier = windows[:, :, :-1].flip(2)
+    distance = torch.arange(1, count + 1, device=x_MD.device)
+    in_document = packing.position[:, None] >= distance  # [M, count]
+    return torch.where(in_document[:, None], earlier, 0)
 
 
 def is_single_row(packing: Packing) -> bool:

@@ -9,6 +9,7 @@ import train
 from conftest import code_blocks, metrics, run_flags, small_config, text
 from spider.optim import kinds_of
 from spider_model import Spider
+from tokenizer import EOS_ID
 
 
 @pytest.fixture(scope="module")
@@ -23,6 +24,7 @@ def page() -> dict:
 def test_the_pages_model_trains_and_decodes_as_in_the_full_pass(page):
     model = page["MySpider"](small_config())
     ids = text(2, 24)
+    ids[0, 11] = EOS_ID
     out = model.train()(ids, ids, noise_seed=0)
     out.loss.backward()
     assert out.loss_terms["logit_z_loss"] > 0
@@ -37,8 +39,8 @@ def test_the_pages_model_trains_and_decodes_as_in_the_full_pass(page):
         full = model.eval()(ids).logits
         state = model.decoding_state(2)
         stepped = [model.step(part, state) for part in ids[:, :10].split([9, 1], dim=1)]
-        state = state.copy([0, 1])
-        stepped.append(model.step(ids[:, 10:], state))
+        swapped = model.step(ids[[1, 0], 10:], state.copy([1, 0]))
+    stepped.append(swapped[[1, 0]])
     torch.testing.assert_close(torch.cat(stepped, dim=1), full, rtol=0, atol=2e-5)
 
 
