@@ -1,5 +1,6 @@
 """A CPU that stands in for a GPU: tensors tell Spider that they are on one, so that all code that
-asks takes its form for a GPU. The two kernels that no CPU has are replaced by references."""
+asks takes its form for a GPU. The two kernels that no CPU has are replaced by references. The calls
+in which the host would wait for a GPU are recorded."""
 
 import os
 import sys
@@ -17,10 +18,16 @@ from conftest import ROOT
 OURS = {str(ROOT), str(ROOT / "spider"), str(ROOT / "tests")}
 CPU = torch.device("cpu")
 GPU = torch.device("cuda")
+# Functions that read values on the host, copy from it, or whose result has a size that depends on
+# values
+WAITS = {
+    *"__bool__ __float__ __index__ __int__ bincount cpu equal item masked_select multinomial "
+    "new_tensor nonzero numpy tensor tolist unique".split()
+}
 
 
 @contextmanager
-def stand_in_gpu() -> Iterator[None]:
+def stand_in_gpu() -> Iterator["StandInGPU"]:
     """Let all tensors be on a GPU inside, forward and backward."""
     mode = StandInGPU()
     apply = BackwardCFunction.apply
@@ -31,18 +38,28 @@ def stand_in_gpu() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch, mode:
         patch.setattr(BackwardCFunction, "apply", apply_in_mode)
-        yield
+        patch.setattr(torch.cuda, "synchronize", None)
+        yield mode
 
 
 class StandInGPU(TorchFunctionMode):
+    """waits: the lines of the calls in which the host would wait."""
+
+    def __init__(self):
+        super().__init__()
+        self.waits: list[str] = []
+
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
+        caller = sys._getframe(1)
         # libraries see the CPU, also those in a virtual environment below this directory
-        if os.path.dirname(sys._getframe(1).f_code.co_filename) in OURS:
+        if os.path.dirname(caller.f_code.co_filename) in OURS:
             if func == torch.Tensor.is_cuda.__get__:
                 return True
             if func == torch.Tensor.device.__get__:
                 return GPU
+        if waits(func.__name__, args, kwargs):
+            self.waits.append(f"{caller.f_code.co_filename}:{caller.f_lineno} {func.__name__}")
         args, kwargs = tree_map_only(torch.device, lambda device: CPU, (args, kwargs))
         return self.run(func, *args, **kwargs)
 
@@ -55,6 +72,17 @@ class StandInGPU(TorchFunctionMode):
             check_addresses(*args[:3])
             return varlen_attn(*args[:7], window_size=args[9]), None, None
         return func(*args, **kwargs)
+
+
+def waits(name: str, args: tuple, kwargs: dict) -> bool:
+    """Return whether the host waits for a GPU in a call of this function."""
+    if name == "to":
+        given = (*args, *kwargs.values())
+        copies = any(isinstance(value, torch.device) for value in given)
+        return copies and not kwargs.get("non_blocking")
+    if name == "__getitem__":
+        return isinstance(args[1], torch.Tensor) and args[1].dtype == torch.bool
+    return name in WAITS
 
 
 def check_addresses(*operands: torch.Tensor):

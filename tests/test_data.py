@@ -8,6 +8,7 @@ import re
 import resource
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -128,8 +129,9 @@ def test_feed_fetches_the_next_step_ahead(monkeypatch):
         feed.take()
 
 
-def test_a_batch_for_a_gpu_is_copied_from_pinned_memory_without_waiting(monkeypatch):
-    """A stand-in for a copy: the tensor on the device is complete one step later."""
+def test_batches_for_a_gpu_are_copied_from_pinned_memory_without_waiting(monkeypatch):
+    """A stand-in for a copy: the tensor on the device is complete one step later. No other stream
+    is made, since a step would not wait for its copies."""
     copies = []
 
     def to(pinned, device, non_blocking):
@@ -138,10 +140,12 @@ def test_a_batch_for_a_gpu_is_copied_from_pinned_memory_without_waiting(monkeypa
         return copies[-1][0]
 
     monkeypatch.setattr(torch.Tensor, "pin_memory", torch.Tensor.clone)
+    monkeypatch.setattr(torch.cuda, "Stream", None)
     [batch] = Loader([source(range(200))], 8, 5).batches(0, 0, StepLayout(2, 1))
+    made = SimpleNamespace(batches=lambda *_: [batch])
     with monkeypatch.context() as patch:
         patch.setattr(torch.Tensor, "to", to)
-        copied = batch.to(torch.device("cuda"))
+        [copied] = Feed(made, None, 0, torch.device("cuda"), 0, 0).fetched.result()
     for on_device, pinned in copies:
         on_device.copy_(pinned)
     for name in ("ids", "labels", "cu_seqlens"):

@@ -133,11 +133,12 @@ def step(
     optimizers: Optimizers,
     documents: int,
     longest: int | None = None,
-    dropout: float = 0.0,
+    **settings: float,
 ):
-    """Run an optimizer step with this number of documents in each micro-step, see batch_of."""
+    """Run an optimizer step with this number of documents in each micro-step, see batch_of.
+    settings: of StepSettings."""
     batches = [batch_of(plan, documents, longest)] * plan.flags.grad_accum
-    now = train.StepSettings(plan.flags.n_loops, dropout=dropout)
+    now = train.StepSettings(plan.flags.n_loops, **settings)
     # the norm is read as 1
     train.train_step(model, optimizers, batches, now, grad_clip=0.5)
 

@@ -187,7 +187,7 @@ def test_no_kernel_refuses_a_step_an_evaluation_a_sample_decoding_or_an_export(
 
 
 @pytest.mark.parametrize("model, precision, architecture, backend, batch", STEPS)
-def test_a_compiled_step_has_the_graphs_of_the_first_whatever_its_segments_and_documents(
+def test_a_compiled_step_has_the_graphs_of_the_first_whatever_its_bytes_and_settings(
     model, precision, architecture, backend, batch
 ):
     plan = settle(model, precision, architecture, backend, batch)
@@ -197,7 +197,11 @@ def test_a_compiled_step_has_the_graphs_of_the_first_whatever_its_segments_and_d
         spider, optimizers = gpu.build(plan, compiled=True)
         for documents, watch.number, longest in SIZES[batch]:
             watch.waits.clear()
-            gpu.step(plan, spider, optimizers, documents, longest)
+            part = len(made) / 10
+            optimizers.set_lr(plan.flags.lr, 1 - part)
+            gpu.step(
+                plan, spider, optimizers, documents, longest, dropout=part, halting_warmup=1 - part
+            )
             made.append(len(graphs))
             assert len(watch.waits) == plan.flags.grad_accum + 1, watch.waits
     assert not watch.refused, pformat(watch.refused, width=200)
