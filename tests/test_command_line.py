@@ -143,14 +143,6 @@ def test_the_originals_fp8_commands_train_on_a_gpu(tmp_path, flags):
     assert last["loss"] < first["loss"]
 
 
-def test_an_error_that_quotes_a_long_name_has_its_beginning_and_its_end(tmp_path, error_of):
-    config = tmp_path / "long.toml"
-    config.write_text(f"{'x' * (1 << 21)} = 1")
-    line = error_of("--config", config)
-    assert len(line) < 1100
-    assert "long.toml: unknown flag --xx" in line and line.endswith("see python train.py --help")
-
-
 # --------------------------------------------------------------------------------------------------
 # The dry run
 
