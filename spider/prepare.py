@@ -10,17 +10,18 @@ split of each. `ShardWriter` writes the documents of a split. How a format is re
 import dataclasses
 import hashlib
 import json
+import math
 import os
 import re
 import shutil
 from codecs import BOM_UTF8
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
-from io import BytesIO
+from itertools import chain, islice
 from pathlib import Path
-from typing import IO, NamedTuple, Self
+from tempfile import TemporaryFile
+from typing import IO, NamedTuple
 
 import numpy as np
 
@@ -54,7 +55,11 @@ from spider.vocabulary import BOS_ID, EOS_ID, VOCAB_SIZE
 
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")  # owner/name of a data set
 UNFINISHED = ".prepare"  # folder in --out for shards until all are complete, and for copies
-FEW = 10_000  # different documents, at most, that are divided anew if a split gets too little
+FEW = 10_000  # documents, at most, that are divided anew if a split gets too little
+
+# Numbers of documents are hashes of 64 bits, but for the two parts of a text
+VALIDATES = -1
+TRAINS = 2**64
 
 # How a file is read, by its extension
 KINDS = {
@@ -85,8 +90,8 @@ class Input(NamedTuple):
         return os.path.getsize(self.path)
 
 
-# its split, and the pieces of its text; read once, before the next document
-Document = tuple[str, Iterable[bytes]]
+# its number, and the pieces of its text; read once, before the next document
+Document = tuple[int, Iterable[bytes]]
 
 
 @dataclass
@@ -104,9 +109,6 @@ class Documents:
     hub_split: str = "train"  # split of a data set of the hub
     strict: bool = False
     binary: bool = False  # read any bytes as text
-    sizes: dict[int, int] = dataclasses.field(default_factory=dict)  # of documents, by hash
-    splits: dict[int, str] = dataclasses.field(default_factory=dict)  # other than drawn, by hash
-    copies: dict[str, IO[bytes]] = dataclasses.field(default_factory=dict)  # of streams, by path
     skipped: Counter[str] = dataclasses.field(default_factory=Counter)  # by kind of fault
     # by kind of fault: all files, or the first record
     places: dict[str, list[str]] = dataclasses.field(default_factory=dict)
@@ -162,6 +164,25 @@ class Documents:
             note(f"prepare: {argument}: skipped by name: {shown}; --ext names all that are read")
         return inputs
 
+    def read_all(self, inputs: Sequence[Input], scratch: Path) -> Iterator[Document]:
+        """Yield the documents of inputs, and show a progress bar."""
+        sizes = [source.size() for source in inputs]
+        total = 0 if None in sizes else sum(size or 0 for size in sizes)
+        progress = ProgressBar("prepare", total)
+
+        def counted(text: Iterable[bytes]) -> Iterator[bytes]:
+            for piece in text:
+                yield piece
+                progress.add(len(piece))
+
+        end = 0  # bytes of the inputs up to this one
+        for source, size in zip(inputs, sizes, strict=True):
+            for number, text in self.read(source, scratch):
+                yield number, counted(text)
+            end += size or 0
+            # Only texts were counted: add the rest of JSON lines.
+            progress.add(max(0, end - progress.done))
+
     def read(self, source: Input, scratch: Path) -> Iterator[Document]:
         """Yield the documents of an input. `scratch`: directory for temporary copies, see
         open_input."""
@@ -170,12 +191,7 @@ class Documents:
             rows = hub_rows(path, self.field, self.hub_config, self.hub_split)
             yield from self._documents_of_records(rows, path)
             return
-        file = self.copies.get(path) or open_input(path, scratch)
-        is_kept = not os.path.isfile(path)  # standard input or a pipe
-        if is_kept:
-            self.copies[path] = file
-            file.seek(0)
-        with nullcontext(file) if is_kept else file, naming(path):
+        with open_input(path, scratch) as file, naming(path):
             yield from self._documents_of_file(file, source)
 
     def _documents_of_file(self, file: IO[bytes], source: Input) -> Iterator[Document]:
@@ -196,24 +212,20 @@ class Documents:
             yield from self._documents_of_records(bounded_lines(file), path)
         elif kind == "JSON":
             yield from self._documents_of_records(json_records(path, file), path)
+        elif kind == "document":
+            number = hash_of(pieces(file, size, path))
+            file.seek(start)
+            yield number, pieces(file, size, path)
         else:
-            split = "both"
-            if kind == "document":
-                split = self._draw_split(pieces(file, size, path))
-                file.seek(start)
-            yield from self._documents_of_text(split, file, size, path)
+            yield from self._cut(file, size, path)
 
-    def _documents_of_text(
-        self, split: str, file: IO[bytes], size: int, path: str
-    ) -> Iterator[Document]:
-        """Yield the next `size` bytes of a file as a document, or as two if its end validates."""
+    def _cut(self, file: IO[bytes], size: int, path: str) -> Iterator[Document]:
+        """Yield the next `size` bytes of a file as two documents, since the end validates."""
         train_size = int(size * (1 - self.val_fraction))
-        if split != "both":
-            train_size = size if split == "train" else 0
         if train_size:
-            yield "train", pieces(file, train_size, path)
+            yield TRAINS, pieces(file, train_size, path)
         if train_size < size:
-            yield "val", pieces(file, size - train_size, path)
+            yield VALIDATES, pieces(file, size - train_size, path)
 
     def _documents_of_records(self, records: Iterator[object], path: str) -> Iterator[Document]:
         """Yield the documents of an input's records (see text_of), but for bad ones and blank
@@ -223,50 +235,57 @@ class Documents:
             if isinstance(text, Fault):
                 self.skip(text.kind, f"{path}:{number}", text.detail, is_file=False)
             elif text is not None:
-                split = self._draw_split([text])
-                if split == "both":
-                    yield from self._documents_of_text(split, BytesIO(text), len(text), path)
+                yield hash_of([text]), [text]
+
+    def divide(
+        self, documents: Iterator[Document], scratch: Path
+    ) -> Iterator[tuple[str, Iterable[bytes]]]:
+        """Yield the split of each document, and its text.
+
+        The number draws the split. So equal texts never fall into both splits, and a document that
+        is for validation at one --val_fraction is so at any higher one. But if there are few
+        documents, and a split gets less than half of its share of the bytes, the documents with the
+        lowest numbers validate until val_fraction of the bytes is held out. Of a document that has
+        half of the bytes, only the end validates.
+
+        The first FEW documents wait in a temporary file in the directory `scratch`.
+        """
+        limit = self.val_fraction * 2**64  # of the numbers that validate
+        half = math.inf
+        file_name = str(scratch)
+
+        def splits_of(parts: Iterable[Document]) -> Iterator[tuple[str, Iterable[bytes]]]:
+            for number, text in parts:
+                yield "val" if number < limit else "train", text
+
+        waiting: list[tuple[int, int]] = []  # number and size of each document
+        sizes: Counter[int] = Counter()  # of all equal documents, by number
+        with TemporaryFile(dir=scratch) as file:
+            for number, text in islice(documents, FEW):
+                start = file.tell()
+                file.writelines(text)
+                size = file.tell() - start
+                waiting.append((number, size))
+                sizes[number] += size
+            following = list(islice(documents, 1))
+            total = sizes.total()
+            share = self.val_fraction * total
+            val = sum(size for number, size in waiting if number < limit)
+            is_enough = share / 2 <= val <= (total + share) / 2
+            if not following and not is_enough:
+                half = total / 2
+                for number, size in sorted(sizes.items()):
+                    limit = number + 1
+                    share -= size
+                    if share <= 0:
+                        break
+            file.seek(0)
+            for number, size in waiting:
+                if 0 <= number < limit and sizes[number] >= half:
+                    yield from splits_of(self._cut(file, size, file_name))
                 else:
-                    yield split, [text]
-
-    def _draw_split(self, text: Iterable[bytes]) -> str:
-        """Draw the split of a document by a hash of its text: train, val, or both.
-
-        Equal texts never fall into both splits. A document that is for validation at one
-        --val_fraction is so at any higher one.
-        """
-        digest = hashlib.blake2b(digest_size=8, person=b"validation")
-        size = 0
-        for piece in text:
-            digest.update(piece)
-            size += len(piece)
-        number = int.from_bytes(digest.digest(), "little")
-        if len(self.sizes) <= FEW:
-            self.sizes[number] = self.sizes.get(number, 0) + size
-        drawn = "val" if number < self.val_fraction * 2**64 else "train"
-        return self.splits.get(number, drawn)
-
-    def divided_anew(self, train: int, val: int) -> Self | None:
-        """Return how to read few documents again, given the ids of both splits; None if the draw
-        stands.
-
-        It stands if each split has at least half of its share of the ids. If not, the documents
-        with the lowest hashes validate until val_fraction of the bytes of documents are held out.
-        Of a document that has half of these bytes, only the end validates.
-        """
-        share = self.val_fraction * (train + val)
-        is_enough = 2 * val >= share and 2 * train >= train + val - share
-        if is_enough or not 0 < len(self.sizes) <= FEW:
-            return None
-        n_bytes = sum(self.sizes.values())
-        held_out = 0
-        splits = {}
-        for number, size in sorted(self.sizes.items()):
-            splits[number] = "train"
-            if held_out < self.val_fraction * n_bytes:
-                splits[number] = "both" if 2 * size >= n_bytes else "val"
-                held_out += size
-        return dataclasses.replace(self, splits=splits, skipped=Counter(), places={})
+                    yield from splits_of([(number, pieces(file, size, file_name))])
+            yield from splits_of(chain(following, documents))
 
     def skip(self, kind: str, place: str, detail: str = "", is_file: bool = True):
         """Count a bad file or record. kind: what is wrong with it; place: where it is; detail: what
@@ -277,6 +296,14 @@ class Documents:
         places = self.places.setdefault(kind, [])
         if is_file or not places:
             places.append(place + detail)
+
+
+def hash_of(text: Iterable[bytes]) -> int:
+    """Return the number of a document, a hash of its text."""
+    digest = hashlib.blake2b(digest_size=8, person=b"validation")
+    for piece in text:
+        digest.update(piece)
+    return int.from_bytes(digest.digest(), "little")
 
 
 def guess_kind(head: bytes) -> str:
@@ -351,8 +378,7 @@ class ShardWriter:
 
 
 def prepare(arguments: Sequence[str], out: Path, documents: Documents, shard_ids: int):
-    """Turn inputs into shards of `shard_ids` ids and a metadata.json, in one pass, or in two if
-    there are few documents (see divided_anew).
+    """Turn inputs into shards of `shard_ids` ids and a metadata.json, in one pass.
 
     Shards leave the folder UNFINISHED last, after metadata.json is written. So nothing that a
     killed process left is taken for data, and the next `prepare` deletes it. After an error nothing
@@ -370,16 +396,16 @@ def prepare(arguments: Sequence[str], out: Path, documents: Documents, shard_ids
         try:
             with naming(out):
                 folder.mkdir()
-                writers = write_shards(inputs, folder, documents, shard_ids)
-                again = documents.divided_anew(*[writer.totals()["ids"] for writer in writers])
-                if again is not None:
-                    note("prepare: too little fell into a split: reading again, to divide by size")
-                    for shard in folder.glob("*.bin"):
-                        shard.unlink()
-                    writers = write_shards(inputs, folder, again, shard_ids)
-                totals = {writer.split: writer.totals() for writer in writers}
+                writers = {split: ShardWriter(folder, split, shard_ids) for split in SPLITS}
+                read = documents.read_all(inputs, folder)
+                for split, text in documents.divide(read, folder):
+                    writers[split].write(text)
+                entries = []
+                for writer in writers.values():
+                    writer.finish_shard()
+                    entries += writer.entries
+                totals = {split: writer.totals() for split, writer in writers.items()}
                 report(arguments, documents, totals)
-                entries = [entry for writer in writers for entry in writer.entries]
                 metadata = dict(
                     vocab_size=VOCAB_SIZE,
                     dtype="uint16",
@@ -404,40 +430,12 @@ def prepare(arguments: Sequence[str], out: Path, documents: Documents, shard_ids
                 left.unlink(missing_ok=True)
             raise
         finally:
-            for copy in documents.copies.values():
-                copy.close()
             shutil.rmtree(folder, ignore_errors=True)
     counts = "; ".join(
         f"{split} {total['ids']:,} ids, documents: {total['documents']:,}"
         for split, total in totals.items()
     )
     say(f"{out}: {counts}")
-
-
-def write_shards(
-    inputs: Sequence[Input], folder: Path, documents: Documents, shard_ids: int
-) -> list[ShardWriter]:
-    """Write the documents of all inputs; return a writer for each split."""
-    writers = {split: ShardWriter(folder, split, shard_ids) for split in SPLITS}
-    sizes = [source.size() for source in inputs]
-    total = 0 if None in sizes else sum(size or 0 for size in sizes)
-    progress = ProgressBar("prepare", total)
-
-    def counted(text: Iterable[bytes]) -> Iterator[bytes]:
-        for piece in text:
-            yield piece
-            progress.add(len(piece))
-
-    end = 0  # bytes of the inputs up to this one
-    for source, size in zip(inputs, sizes, strict=True):
-        for split, text in documents.read(source, folder):
-            writers[split].write(counted(text))
-        end += size or 0
-        # Only texts were counted: add the rest of JSON lines.
-        progress.add(max(0, end - progress.done))
-    for writer in writers.values():
-        writer.finish_shard()
-    return list(writers.values())
 
 
 def report(arguments: Sequence[str], documents: Documents, totals: dict[str, dict[str, int]]):
