@@ -578,14 +578,9 @@ def moe_forward(
     weight_P = padding_P.scatter_(0, row_NK.flatten().long(), weight_S)
     gate_PF, up_PF = product(rows_PD, w_gate_up_EDG, expert_end_E).chunk(2, dim=-1)
     # weighted where rows are narrowest
-    hidden_PF = activate(gate_PF, up_PF) * weight_P[:, None]
+    hidden_PF = F.silu(gate_PF) * up_PF * weight_P[:, None]
     out_PD = product(hidden_PF, w_down_EFD, expert_end_E)
     return _Move.apply(out_PD, row_NK, source_P, tile, False)
-
-
-def activate(gate: Tensor, up: Tensor) -> Tensor:
-    """Activate the hidden rows of an expert as SwiGLU does."""
-    return F.silu(gate) * up
 
 
 def _loop(
@@ -601,7 +596,7 @@ def _loop(
     for expert in topk_idx_NK.unique().tolist():
         token, slot = (topk_idx_NK == expert).nonzero(as_tuple=True)
         rows = x_ND[token]
-        hidden = activate(rows @ w_gate_EDF[expert], rows @ w_up_EDF[expert])
+        hidden = F.silu(rows @ w_gate_EDF[expert]) * (rows @ w_up_EDF[expert])
         weight = topk_weights_NK[token, slot].to(x_ND.dtype)
         y_ND = y_ND.index_add(0, token, hidden @ w_down_EFD[expert] * weight[:, None])
     return y_ND

@@ -139,19 +139,17 @@ class LatentCache(Cache):
 def rows_before(
     x_MD: Tensor, packing: Packing, count: int, cache: LatentCache | None = None
 ) -> Tensor:
-    """Return the `count` rows before each row of a byte layer, the nearest first: [M, D, count].
+    """Return the `count` rows before each row of a byte layer, the nearest last: [M, D, count].
     They are zero before a document's start.
 
     cache: in decoding, that of the layer. It keeps the last rows, so call this once in a layer."""
     documents = 1 if cache is None else len(packing.cu_seqlens) - 1
     known_BTD = F.pad(x_MD.unflatten(0, (documents, -1)), (0, 0, count, 0))
     if cache is not None:
-        if cache.layer in cache.kept:
-            known_BTD[:, :count] = cache.kept[cache.layer]
+        known_BTD[:, :count] = cache.kept.get(cache.layer, 0)
         cache.kept[cache.layer] = known_BTD[:, -count:]
-    windows = known_BTD.unfold(1, count + 1, 1).flatten(0, 1)  # [M, D, count + 1], the row last
-    earlier = windows[:, :, :-1].flip(2)
-    distance = torch.arange(1, count + 1, device=x_MD.device)
+    earlier = known_BTD[:, :-1].unfold(1, count, 1).flatten(0, 1)
+    distance = torch.arange(count, 0, -1, device=x_MD.device)
     in_document = packing.position[:, None] >= distance  # [M, count]
     return torch.where(in_document[:, None], earlier, 0)
 

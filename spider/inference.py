@@ -68,7 +68,7 @@ def read_checkpoint(name: str, model_class: type[Spider]) -> tuple[Path, dict]:
     """Return the path and content of a checkpoint or export, or of the newest good checkpoint of a
     directory. Raise UsageError or CheckpointError if there is none for the model class."""
     path = Path(name)
-    if is_text(path):
+    if path.is_file() and is_text(path):
         raise UsageError(
             f"{name} is not a checkpoint but a text: to train on it, python data.py prepare "
             f"{quoted(name)} --out data, then python train.py"
@@ -90,8 +90,6 @@ def read_checkpoint(name: str, model_class: type[Spider]) -> tuple[Path, dict]:
 
 def is_text(path: Path) -> bool:
     """Tell whether a file begins like a text: with bytes, and no NUL among them."""
-    if not path.is_file():
-        return False
     with open(path, "rb") as file:
         beginning = file.read(1024)
     return b"\0" not in beginning and len(beginning) > 0

@@ -376,12 +376,6 @@ def page_data(analysis: Analysis, model: Spider, run: list[str]) -> dict[str, An
     }
 
 
-def levels_of(values: Tensor, limits: tuple[float, ...]) -> str:
-    """Return the shade of each value as a digit, a space for NaN."""
-    digits = [" " if math.isnan(value) else str(bisect(limits, value)) for value in values.tolist()]
-    return "".join(digits)
-
-
 def gate_rows(analysis: Analysis) -> list[dict[str, str]]:
     """Return the rows of all gates and votes of Engram: name, shades (key of SHADES_OF), and the
     level of each byte, a space where there is no gate or vote."""
@@ -395,7 +389,10 @@ def gate_rows(analysis: Analysis) -> list[dict[str, str]]:
     rows = []
     for name, row in values.items():
         shades = "votes" if name.endswith("vote") else "gates"
-        levels = levels_of(row, SHADES_OF[shades])
+        limits = SHADES_OF[shades]
+        levels = ""
+        for value in row.tolist():
+            levels += " " if math.isnan(value) else str(bisect(limits, value))
         rows.append({"name": name, "shades": shades, "levels": levels})
     return rows
 

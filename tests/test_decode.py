@@ -128,25 +128,19 @@ def test_copied_picked_and_saved_states_continue_independently(tmp_path):
 def test_a_step_of_few_bytes_takes_one_thread_and_puts_the_number_back(monkeypatch):
     model = halting_model()  # of width 32
     monkeypatch.setattr("spider.decode.ONE_THREAD", 4 * 32**2)
+    threads = [3]
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads[-1])
+    monkeypatch.setattr(torch, "set_num_threads", threads.append)
     taken = []
-
-    def note_threads(*_):
-        taken.append(torch.get_num_threads())
-        if len(taken) == 3:
-            raise KeyboardInterrupt
-
-    model.lm_head.register_forward_pre_hook(note_threads)
-    before = torch.get_num_threads()
-    torch.set_num_threads(3)
-    try:
-        model.step(text(2, 2), model.decoding_state(2))
-        model.step(text(1, 5), model.decoding_state())
-        with pytest.raises(KeyboardInterrupt):
-            model.step(text(4, 1), model.decoding_state(4))
-        assert torch.get_num_threads() == 3
-    finally:
-        torch.set_num_threads(before)
+    model.lm_head.register_forward_pre_hook(lambda *_: taken.append(threads[-1]))
+    for rows, length in ((2, 2), (1, 5), (4, 1)):
+        model.step(text(rows, length), model.decoding_state(rows))
+        assert threads[-1] == 3
     assert taken == [1, 3, 1]
+    monkeypatch.setattr(model, "after_core", None)
+    with pytest.raises(TypeError):
+        model.step(text(1, 1), model.decoding_state())
+    assert threads[-2:] == [1, 3]
 
 
 def test_a_model_in_training_mode_refuses_to_decode():

@@ -93,26 +93,15 @@ def test_ctrl_c_ends_a_turn_and_keeps_its_bytes_in_context(model, dialogue, monk
     assert signal.getsignal(signal.SIGINT) == signal.default_int_handler
 
 
-@pytest.mark.parametrize("typed", ("c", ""))
-def test_input_follows_a_stop_text_directly(model, dialogue, typed):
-    answer = greedy(model, b"ab")
-    stop = answer[3:5]
-    assert stop not in answer[:4] and not stop.endswith(b"\n")
-    first, second = dialogue(model, ["ab", typed], (stop,))
-    assert first == answer[:3]
-    expected, _, _ = greedy(model, b"ab" + first + stop + typed.encode()).partition(stop)
-    assert second == expected
-
-
 @pytest.mark.parametrize(
     "answer, before_c, before_nothing",
     (
         (b"d", [EOS_ID, BOS_ID], [EOS_ID, BOS_ID]),  # shorter than --bytes: EOS follows
         (b"12345678\n", b"\n", b"\n"),
-        (b"123456789", b"9\n", b"9"),
+        (b"12xy", b"y", b"y"),
     ),
 )
-def test_input_begins_a_document_after_eos_and_a_line_after_other_bytes(
+def test_input_begins_a_document_after_eos_and_follows_a_line_break_or_stop_text_directly(
     model, dialogue, monkeypatch, answer, before_c, before_nothing
 ):
     fed = []
@@ -125,7 +114,8 @@ def test_input_begins_a_document_after_eos_and_a_line_after_other_bytes(
     monkeypatch.setattr(Sampler, "read", record_ids)
     columns = [[byte] for byte in answer]
     monkeypatch.setattr(Spider, "generate_batch", lambda *_, **__: iter(columns))
-    dialogue(model, ["ab", "c", ""])
+    printed = dialogue(model, ["ab", "c", ""], (b"xy",))
+    assert printed == 3 * [answer.removesuffix(b"xy")]
     assert fed == [[BOS_ID, *b"ab"], [*before_c, *b"c"], [*before_nothing]]
 
 
