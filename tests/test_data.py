@@ -16,7 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from conftest import run_python
+from conftest import assert_same, run_python
 from data import (
     BLOCK,
     Batch,
@@ -146,11 +146,11 @@ def test_batches_for_a_gpu_are_copied_from_pinned_memory_without_waiting(monkeyp
     with monkeypatch.context() as patch:
         patch.setattr(torch.Tensor, "to", to)
         [copied] = Feed(made, None, 0, torch.device("cuda"), 0, 0).fetched.result()
+    assert len(copies) == 3
+    assert copies[0][1] is not batch.ids  # but its copy in pinned memory
     for on_device, pinned in copies:
         on_device.copy_(pinned)
-    for name in ("ids", "labels", "cu_seqlens"):
-        assert torch.equal(getattr(copied, name), getattr(batch, name))
-        assert getattr(copied, name) is not getattr(batch, name)
+    assert_same(vars(copied), vars(batch))
 
 
 FETCH_AT_THE_END = """

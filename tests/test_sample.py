@@ -115,9 +115,7 @@ def test_text_is_streamed_as_whole_characters(trained, writes, capsysbinary, sto
 
 @pytest.mark.parametrize("stdout", ("terminal", "notebook", "pipe"))
 def test_only_a_terminal_shows_bytes_more_often_than_ten_times_a_second(stdout, monkeypatch):
-    monkeypatch.delenv("JPY_PARENT_PID", raising=False)
-    if stdout == "notebook":
-        monkeypatch.setenv("JPY_PARENT_PID", "1")
+    monkeypatch.setattr(os, "environ", dict(JPY_PARENT_PID="1") if stdout == "notebook" else {})
     file = io.TextIOWrapper(io.BytesIO())
     monkeypatch.setattr(file, "isatty", lambda: stdout != "pipe", raising=False)
     monkeypatch.setattr(sys, "stdout", file)

@@ -56,17 +56,15 @@ def test_train_py_trains_the_pages_model_and_sample_py_samples_from_it(
     for command in ("--prompt a --bytes 4", f"--eval {shards}", "--show abc"):
         assert page["talk"](f"{directory} {command} --device cpu".split()) == 0
     assert page["talk"]([str(directory), "--export", str(tmp_path / "export")]) == 2
-    rows_before = page["rows_before"]
-    with monkeypatch.context() as patch:
-        patch.setitem(page, "rows_before", lambda *args: rows_before(*args[:3]))
-        capsys.readouterr()
-        assert page["talk"]([str(directory), "--eval", str(shards)]) == 0
-        assert page["talk"]([str(directory), "--prompt", "a"]) == 2
-        assert "must keep its last ones" in capsys.readouterr().err.splitlines()[-1]
-        more = "--max_steps 3 --sample_every 1 --compile=False".split()
-        assert page["main"]([*flags, *more]) == 0
-        assert "step 3: no sample: MySpider decodes other logits" in capsys.readouterr().err
     for program, argv in ((sample.main, [str(directory)]), (train.command_line, flags)):
         capsys.readouterr()
         assert program(argv) == 2
         assert "holds another model: " in capsys.readouterr().err
+    rows_before = page["rows_before"]
+    monkeypatch.setitem(page, "rows_before", lambda *args: rows_before(*args[:3]))
+    assert page["talk"]([str(directory), "--eval", str(shards)]) == 0
+    assert page["talk"]([str(directory), "--prompt", "a"]) == 2
+    assert "must keep its last ones" in capsys.readouterr().err.splitlines()[-1]
+    more = "--max_steps 3 --sample_every 1 --compile=False".split()
+    assert page["main"]([*flags, *more]) == 0
+    assert "step 3: no sample: MySpider decodes other logits" in capsys.readouterr().err
