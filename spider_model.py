@@ -617,7 +617,8 @@ def init_weights(model: "Spider"):
         model.boundary_predictor.init_weights()
     elif model.boundary_predictor is not None:
         prior = model.config.boundary_prior
-        _last_linear(model.boundary_predictor).bias.fill_(math.log(prior / (1 - prior)))
+        bias = model.boundary_predictor.get_parameter("2.bias")
+        bias.fill_(math.log(prior / (1 - prior)))
     _init_added_modules(model)
     uninitialized = [name for name, t in _float_tensors(model).items() if t.isnan().any()]
     if uninitialized:
@@ -683,13 +684,7 @@ def _scale_residual_outputs(model: "Spider"):
     if before_head is not None and before_head.logits is not None:
         before_head.logits.weight.zero_()
     if before_head is not None and before_head.votes is not None:
-        _last_linear(before_head.votes).weight.zero_()
-
-
-def _last_linear(network: nn.Sequential) -> Linear:
-    last = network[-1]
-    assert isinstance(last, Linear)
-    return last
+        before_head.votes.get_parameter("2.weight").zero_()
 
 
 def _init_core(core: RecurrentCore):

@@ -167,7 +167,7 @@ class Documents:
     def read_all(self, inputs: Sequence[Input], scratch: Path) -> Iterator[Document]:
         """Yield the documents of inputs, and show a progress bar."""
         sizes = [source.size() for source in inputs]
-        total = 0 if None in sizes else sum(size or 0 for size in sizes)
+        total = 0 if None in sizes else sum(filter(None, sizes))
         progress = ProgressBar("prepare", total)
 
         def counted(text: Iterable[bytes]) -> Iterator[bytes]:
