@@ -23,6 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from spider.common import UsageError
 from spider.config import SpiderConfig
 from spider.layers import Linear, rms_norm, weight_of
 from spider.packing import ALL_ROWS, ActiveRows, Packing
@@ -97,7 +98,7 @@ class LatentCache(Cache):
 
     hidden: Tensor | None = None  # bool [B, T, used_slots]: not visible to a row; None: all are
     padded_row: Tensor  # int64 [M], the step's rows in [B * T]; only with `hidden`
-    kept: dict[int, Tensor]  # of byte layers, see rows_before
+    kept: dict[int, Tensor] | None = None  # see rows_before; None: of the core
 
     def __init__(self, buffer: Tensor, packing: Packing, before: Tensor, window: int = 0):
         super().__init__(buffer, packing, before, window)
@@ -142,10 +143,13 @@ def rows_before(
     """Return the `count` rows before each row of a byte layer, the nearest last: [M, D, count].
     They are zero before a document's start.
 
-    cache: in decoding, that of the layer. It keeps the last rows, so call this once in a layer."""
+    cache: in decoding, that of the layer. It keeps the last rows, so call this once in a layer.
+    Raise UsageError for that of a core layer, which keeps none."""
     documents = 1 if cache is None else len(packing.cu_seqlens) - 1
     known_BTD = F.pad(x_MD.unflatten(0, (documents, -1)), (0, 0, count, 0))
     if cache is not None:
+        if cache.kept is None:
+            raise UsageError("rows_before is for layers of prelude and coda, not of the core")
         known_BTD[:, :count] = cache.kept.get(cache.layer, 0)
         cache.kept[cache.layer] = known_BTD[:, -count:]
     earlier = known_BTD[:, :-1].unfold(1, count, 1).flatten(0, 1)

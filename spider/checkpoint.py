@@ -604,7 +604,8 @@ def progress_of(
     """Return the progress of the run that a checkpoint continues, and its `changes_since`; for
     other runs that of step 0, and no change.
 
-    Losses that the changes make incomparable are forgotten."""
+    Losses that the changes make incomparable are forgotten. Raise CheckpointError if --reset_steps
+    is given, but the run was trained on other data: this is another fine-tune of its weights."""
     flags = plan.flags
     progress = RunProgress()
     if flags.reset_steps and flags.resume:
@@ -615,6 +616,11 @@ def progress_of(
         names = vars(progress).keys() & origin.state.keys()
         progress = replace(progress, **{name: origin.state[name] for name in names})
         changed = changes_since(origin.state, plan, loader.mixture)
+        if flags.reset_steps and MIXTURE.keys() & changed.keys():
+            raise CheckpointError(
+                f"--reset_steps: the run in {flags.ckpt_dir} was trained on other data: name a new "
+                f"--ckpt_dir; or, to continue that run, leave out --resume and --reset_steps"
+            )
     if changed:
         evaluates = EVALUATES | MIXTURE.keys()
         progress.forget_losses(evaluations=bool(evaluates & changed.keys()))

@@ -353,7 +353,7 @@ def real(low: float, high: float = LARGEST_FLOAT, above: bool = False) -> Callab
 
 def refusal(text: str, wanted: str) -> argparse.ArgumentTypeError:
     """Return the error for a text that is not the number that is wanted."""
-    remedy = " (give 1e6 for 1M)" if text[-1:].isalpha() else ""
+    remedy = " (give 1e6 for 1M)" if re.fullmatch(r"[0-9.]+[kKmMgGbBtT]", text) else ""
     return argparse.ArgumentTypeError(f"{text!r} is not {wanted}{remedy}")
 
 

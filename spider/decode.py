@@ -238,13 +238,16 @@ def step(model: Any, input_ids: Tensor, state: DecodingState) -> Tensor:
     check_ids("input_ids", input_ids, len(state.position))
     pieces = input_ids.tensor_split(_piece_starts(input_ids), dim=1)
     threads = torch.get_num_threads()
-    if input_ids.numel() * model.config.hidden_size**2 <= ONE_THREAD:
+    # A Python thread that began during another one's step has 1, and must not put that back.
+    is_few = threads > 1 and input_ids.numel() * model.config.hidden_size**2 <= ONE_THREAD
+    if is_few:
         torch.set_num_threads(1)
     try:
         with torch.inference_mode():  # 10% faster
             logits = [_read_piece(model, piece, state) for piece in pieces]
     finally:
-        torch.set_num_threads(threads)
+        if is_few:
+            torch.set_num_threads(threads)
     return torch.cat(logits, dim=1)  # a normal tensor, not an inference tensor
 
 

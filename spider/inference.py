@@ -213,23 +213,32 @@ def print_bytes(pieces: Iterable[bytes], raw: bool):
     raw: unchanged. Else they are decoded, and control characters are escaped, except for line
     breaks and tabs.
 
-    Only a terminal shows each byte at once. A notebook makes an output of whatever is flushed, so
-    there, in files and in pipes, bytes appear at most every tenth of a second."""
+    Only a terminal shows each byte at once. A notebook makes an output of whatever is written if
+    PYTHONUNBUFFERED is set, else of what is flushed, so there, in files and in pipes, bytes appear
+    at most every tenth of a second."""
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     is_terminal = sys.stdout.isatty() and not in_notebook()
-    flushed = -math.inf
+
+    def show(written: bytes):
+        if raw:
+            sys.stdout.buffer.write(written)
+        else:
+            text = decoder.decode(written)
+            print("".join(c if c in "\n\t" else one_line(c) for c in text), end="")
+        sys.stdout.flush()
+
+    waiting = b""
+    shown = -math.inf
     try:
         for piece in pieces:
-            if raw:
-                sys.stdout.buffer.write(piece)
-            else:
-                text = decoder.decode(piece)
-                print("".join(c if c in "\n\t" else one_line(c) for c in text), end="")
+            waiting += piece
             now = time.monotonic()
-            if is_terminal or now - flushed >= 0.1:
-                sys.stdout.flush()
-                flushed = now
+            if is_terminal or now - shown >= 0.1:
+                show(waiting)
+                waiting = b""
+                shown = now
     finally:
+        show(waiting)
         print(decoder.decode(b"", final=True), flush=True)
 
 

@@ -221,7 +221,7 @@ def take_text(argument: str) -> tuple[bytes, str]:
         name = Path(argument).name
         with open(argument, "rb") as file:
             text = file.read(LONGEST + 1)
-    elif re.search(r"/|\.\w+$", argument):
+    elif re.fullmatch(r"\S*/\S*|.*\.[A-Za-z]\w*", argument):
         raise DataError(f"--show: {argument}: no such file; --show - takes any text, from stdin")
     else:
         name = "a text"

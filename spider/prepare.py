@@ -244,14 +244,14 @@ class Documents:
 
         The number draws the split. So equal texts never fall into both splits, and a document that
         is for validation at one --val_fraction is so at any higher one. But if there are few
-        documents, and a split gets less than half of its share of the bytes, the documents with the
-        lowest numbers validate until val_fraction of the bytes is held out. Of a document that has
-        half of the bytes, only the end validates.
+        documents, and a split gets less than half of its share of their bytes, the documents with
+        the lowest numbers validate until val_fraction of the bytes is held out. Of a document that
+        has half of the bytes, or more than five times val_fraction of them, only the end validates.
 
         The first FEW documents wait in a temporary file in the directory `scratch`.
         """
         limit = self.val_fraction * 2**64  # of the numbers that validate
-        half = math.inf
+        longest = math.inf  # bytes of a document that is not cut
         file_name = str(scratch)
 
         def splits_of(parts: Iterable[Document]) -> Iterator[tuple[str, Iterable[bytes]]]:
@@ -262,26 +262,31 @@ class Documents:
         sizes: Counter[int] = Counter()  # of all equal documents, by number
         with TemporaryFile(dir=scratch) as file:
             for number, text in islice(documents, FEW):
+                is_part = number in (TRAINS, VALIDATES)  # of a text, which may be large
+                if is_part and not waiting:
+                    yield from splits_of([(number, text)])
+                    continue
                 start = file.tell()
                 file.writelines(text)
                 size = file.tell() - start
                 waiting.append((number, size))
-                sizes[number] += size
+                if not is_part:
+                    sizes[number] += size
             following = list(islice(documents, 1))
             total = sizes.total()
             share = self.val_fraction * total
-            val = sum(size for number, size in waiting if number < limit)
+            val = sum(size for number, size in sizes.items() if number < limit)
             is_enough = share / 2 <= val <= (total + share) / 2
             if not following and not is_enough:
-                half = total / 2
+                longest = min(total / 2, 5 * share)
                 for number, size in sorted(sizes.items()):
                     limit = number + 1
-                    share -= size
+                    share -= size if size < longest else self.val_fraction * size
                     if share <= 0:
                         break
             file.seek(0)
             for number, size in waiting:
-                if 0 <= number < limit and sizes[number] >= half:
+                if number < limit and sizes[number] >= longest:
                     yield from splits_of(self._cut(file, size, file_name))
                 else:
                     yield from splits_of([(number, pieces(file, size, file_name))])

@@ -144,6 +144,7 @@ PARSERS = {
         ("bench.py --model huge", "see python bench.py --help"),
         ("train.py --target_tokens 1M", "'1M' is not a whole number that is at least 1 (give 1e6"),
         ("train.py --target_flops 1.5k", "give 1e6 for 1M"),
+        ("train.py --lr nan", "at most 1,000; see"),
         ("train.py --keep_best=1", "--keep_best: '1' is neither True nor False"),
         ("train.py --lr=--", "--lr: -- is not a value"),
         ("train.py --sample_prompt -x", "(one that begins with - as --NAME=VALUE)"),

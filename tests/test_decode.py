@@ -2,6 +2,7 @@
 predicts."""
 
 import math
+import threading
 
 import pytest
 import torch
@@ -140,6 +141,31 @@ def test_a_step_of_few_bytes_takes_one_thread_and_puts_the_number_back(monkeypat
     with pytest.raises(TypeError):
         model.step(text(1, 1), model.decoding_state())
     assert threads[-2:] == [1, 3]
+
+
+def test_a_python_thread_that_begins_during_another_ones_step_leaves_later_ones_their_number():
+    """torch begins a Python thread with the number that was set last in the process."""
+    model = halting_model()
+    numbers = []
+
+    def run(function):
+        thread = threading.Thread(target=function)
+        thread.start()
+        thread.join()
+
+    def decode(*_):
+        numbers.append(torch.get_num_threads())
+        model.step(text(1, 1), model.decoding_state())
+
+    hook = model.lm_head.register_forward_pre_hook(lambda *_: hook.remove() or run(decode))
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        model.step(text(1, 1), model.decoding_state())
+        run(lambda: numbers.append(torch.get_num_threads()))
+    finally:
+        torch.set_num_threads(before)
+    assert numbers == [1, 3]
 
 
 def test_a_model_in_training_mode_refuses_to_decode():

@@ -158,6 +158,8 @@ def test_a_text_is_a_file_or_standard_input_or_stands_for_itself(tmp_path, monke
     path.write_bytes(b"from a file")
     assert inspect.take_text(str(path)) == (b"from a file", "text")
     assert inspect.take_text("no file, \udcff") == (b"no file, \xff", "a text")
+    for text in ("pi is 3.14", "either this and/or that", "a.b\nc.d\n", "e.g."):
+        assert inspect.take_text(text)[1] == "a text"
     path.write_bytes(b"")
     with pytest.raises(DataError, match="empty"):
         inspect.take_text(str(path))

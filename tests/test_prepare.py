@@ -94,7 +94,13 @@ FEW = {
     "half of the share drawn": [(1, 98, 0, "val"), (19, 98, 0.5, "train")],
     "one": [(1, 98, 0.5, "both")],
     "one, drawn": [(1, 98, 0, "both")],
-    "one of half": [(1, 18, 0.2, "val"), (1, 198, 0.3, "both"), (3, 98, 0.5, "train")],
+    # in five copies: of 557 bytes a tenth is 4, 49 or 50, and some of 8
+    "one of half": [
+        (1, 4, 0.2, "val"),
+        (1, 99, 0.3, "both"),
+        (1, 8, 0.5, "val"),
+        (1, 50, 0.7, "train"),
+    ],
 }
 
 
@@ -125,6 +131,13 @@ def test_of_few_documents_those_with_the_lowest_hashes_validate_up_to_a_tenth(ro
     write("in.jsonl", "".join(lines).encode())
     prepare("in.jsonl --out o")
     assert {split: documents("o", split) for split in expected} == expected
+
+
+def test_of_few_documents_of_one_size_the_end_of_each_validates_if_one_is_too_much():
+    texts = [text.decode() for text in texts_of_hash(3, 200, 0.3)]
+    write("in.jsonl", "".join(map(json_line, texts)).encode())
+    prepare("in.jsonl --val_fraction 0.01 --out o")
+    assert documents("o", "val") == [text[-2:].encode() for text in texts]
 
 
 def test_more_than_few_documents_stay_as_drawn(monkeypatch):

@@ -533,7 +533,7 @@ def test_default_directory_of_a_fine_tune_has_the_name_of_run_and_step(resume, d
 
 
 def test_fine_tune_is_refused_in_a_directory_whose_run_began_from_something_else(
-    tmp_path, train_small, error_of
+    tmp_path, shards, train_small, error_of
 ):
     """A checkpoint of an early version does not say what its run began from: it resumes, and from
     then on it is what the command names."""
@@ -547,6 +547,9 @@ def test_fine_tune_is_refused_in_a_directory_whose_run_began_from_something_else
         line = error_of(f"{tune}2.pt", ckpt=directory.name)
         assert f"{directory} did not begin from {origin}/spider-step2.pt" in line
         assert contents(directory) == before
+    more = shutil.copytree(shards, tmp_path / "more")
+    mixed = f"{tune}1.pt --data_dir {shards}:1,{more}:1"
+    assert f"{tuned} was trained on other data" in error_of(mixed, steps=2, ckpt="tuned")
     path = tuned / "spider-step1.pt"
     early = torch.load(path)
     del early["origin"]

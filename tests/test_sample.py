@@ -102,7 +102,10 @@ def test_control_characters_are_escaped_unless_raw(trained, writes, capsysbinary
     ),
     ids=("no stop text", "stop texts"),
 )
-def test_text_is_streamed_as_whole_characters(trained, writes, capsysbinary, stop, seen):
+def test_text_is_streamed_as_whole_characters(
+    trained, writes, capsysbinary, monkeypatch, stop, seen
+):
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     found = []
     writes(
         columns_of("é漢🕸\n".encode() + b"\xc3x"),
@@ -116,7 +119,7 @@ def test_text_is_streamed_as_whole_characters(trained, writes, capsysbinary, sto
 @pytest.mark.parametrize("stdout", ("terminal", "notebook", "pipe"))
 def test_only_a_terminal_shows_bytes_more_often_than_ten_times_a_second(stdout, monkeypatch):
     monkeypatch.setattr(os, "environ", dict(JPY_PARENT_PID="1") if stdout == "notebook" else {})
-    file = io.TextIOWrapper(io.BytesIO())
+    file = io.TextIOWrapper(io.BytesIO(), write_through=True)  # as with PYTHONUNBUFFERED
     monkeypatch.setattr(file, "isatty", lambda: stdout != "pipe", raising=False)
     monkeypatch.setattr(sys, "stdout", file)
     clock = itertools.count(7.0, 0.04)

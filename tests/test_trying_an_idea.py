@@ -7,8 +7,9 @@ import torch
 import sample
 import train
 from conftest import code_blocks, metrics, run_flags, small_config, text
+from spider.common import UsageError
 from spider.optim import kinds_of
-from spider_model import Spider
+from spider_model import RecurrentBlock, Spider
 from tokenizer import EOS_ID
 
 
@@ -42,6 +43,20 @@ def test_the_pages_model_trains_and_decodes_as_in_the_full_pass(page):
         swapped = model.step(ids[[1, 0], 10:], state.copy([1, 0]))
     stepped.append(swapped[[1, 0]])
     torch.testing.assert_close(torch.cat(stepped, dim=1), full, rtol=0, atol=2e-5)
+
+
+def test_a_core_layer_that_calls_rows_before_is_refused_in_decoding(page):
+    class Core(RecurrentBlock):
+        def forward(self, x_nD, packing, recalled, active, state, caches, decided=None):
+            if caches[0] is not None:
+                page["rows_before"](x_nD, packing, 1, caches[0])
+            return super().forward(x_nD, packing, recalled, active, state, caches, decided)
+
+    class MixedCore(Spider):
+        core_block_class = Core
+
+    with pytest.raises(UsageError, match="for layers of prelude and coda, not of the core"):
+        MixedCore(small_config()).eval().decoding_state()
 
 
 def test_train_py_trains_the_pages_model_and_sample_py_samples_from_it(
