@@ -13,7 +13,7 @@
 set -uo pipefail
 dir=$(realpath -m "${1:?name a directory for the results}")
 if [ -e "$dir" ] && ! [ -e "$dir/values.log" ]; then  # what it has of our names would be deleted
-    echo "first_gpu.sh: $dir is not of this script: name a new directory" >&2
+    echo "first_gpu.sh: $dir was not made by this script: name a new directory" >&2
     exit 2
 fi
 cd "$(dirname "$0")/.."

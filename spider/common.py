@@ -458,8 +458,8 @@ def start_script(prog: str):
 
 
 def end_by_exceptions():
-    """Let the signals that end a script raise: Ctrl-C KeyboardInterrupt, SIGTERM and SIGHUP (a lost
-    terminal) SystemExit. Then files that are not complete are deleted."""
+    """Make the signals that end a script raise exceptions: Ctrl-C KeyboardInterrupt, SIGTERM and
+    SIGHUP (a lost terminal) SystemExit. Then files that are not complete are deleted."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup

@@ -62,7 +62,7 @@ def rank_and_count(environ: Mapping[str, str], rank_name: str, count_name: str) 
 
 SLOW_START = 60.0  # seconds after which ranks that have not met are a warning
 SLOW_START_ADVICE = (
-    "the ranks have not met within a minute: look whether all have started; if they have, NCCL may "
+    "the ranks have not met within a minute: check that all of them have started; if so, NCCL may "
     "hang between PCIe cards: set NCCL_P2P_DISABLE=1 (docs/scaling.md)"
 )
 

@@ -452,7 +452,7 @@ def report(arguments: Sequence[str], documents: Documents, totals: dict[str, dic
         first = "first: " if len(places) < count else ""
         faults.append(f"{count:,} {kind} ({first}{', '.join(places)})")
     if not totals["train"]["ids"]:
-        reason = ", ".join(faults) or "no document, or too little: lower --val_fraction"
+        reason = ", ".join(faults) or "no document, or validation took all: lower --val_fraction"
         raise DataError(f"{', '.join(arguments)}: nothing to train on: {reason}")
     for fault in faults:
         note(f"prepare: skipped {fault}")

@@ -82,4 +82,4 @@ def test_train_py_trains_the_pages_model_and_sample_py_samples_from_it(
     assert "must keep its last ones" in capsys.readouterr().err.splitlines()[-1]
     more = "--max_steps 3 --sample_every 1 --compile=False".split()
     assert page["main"]([*flags, *more]) == 0
-    assert "step 3: no sample: MySpider decodes other logits" in capsys.readouterr().err
+    assert "step 3: no sample: MySpider's logits in decoding differ" in capsys.readouterr().err
