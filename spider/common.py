@@ -325,36 +325,27 @@ class Range(NamedTuple):
 def integer(low: int, high: int = LARGEST) -> Callable:
     """Make a parser of whole numbers in a range, also in the form 10e9, for `type` of an
     argument."""
-    allowed = Range(low, high)
-
-    def parse(text: str) -> int:
-        with suppress(ValueError):
-            value = int(text) if text.isdigit() else float(text)
-            if allowed.has(value) and value == int(value):
-                return int(value)
-        raise refusal(text, f"a whole number that is {allowed}")
-
-    return parse
+    return number(Range(low, high), whole=True)
 
 
 def real(low: float, high: float = LARGEST_FLOAT, above: bool = False) -> Callable:
     """Make a parser of numbers in a range, for `type` of an argument."""
-    allowed = Range(low, high, above)
+    return number(Range(low, high, above), whole=False)
+
+
+def number(allowed: Range, whole: bool) -> Callable:
+    """Make a parser of numbers in a range, or of the whole ones alone."""
 
     def parse(text: str) -> float:
         with suppress(ValueError):
-            value = float(text)
-            if allowed.has(value):
-                return value
-        raise refusal(text, f"a number that is {allowed}")
+            value = int(text) if text.isdigit() else float(text)
+            if allowed.has(value) and not (whole and value % 1):
+                return int(value) if whole else float(value)
+        kind = "a whole number" if whole else "a number"
+        remedy = " (give 1e6 for 1M)" if re.fullmatch(r"[0-9.]+[kKmMgGbBtT]", text) else ""
+        raise argparse.ArgumentTypeError(f"{text!r} is not {kind} that is {allowed}{remedy}")
 
     return parse
-
-
-def refusal(text: str, wanted: str) -> argparse.ArgumentTypeError:
-    """Return the error for a text that is not the number that is wanted."""
-    remedy = " (give 1e6 for 1M)" if re.fullmatch(r"[0-9.]+[kKmMgGbBtT]", text) else ""
-    return argparse.ArgumentTypeError(f"{text!r} is not {wanted}{remedy}")
 
 
 def quoted(path: object) -> str:
@@ -489,15 +480,11 @@ def set_allocator():
     os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 
 
-MOST_QUOTED = 1000  # characters of an error's line
-
-
 def print_error(prog: str, line: str):
     """Print a line on stderr, over a progress bar; of a very long one, which quotes a file, the
     first and last characters."""
-    if len(line) > MOST_QUOTED:
-        half = MOST_QUOTED // 2
-        line = f"{line[:half]} ... {line[-half:]}"
+    if len(line) > 1000:
+        line = f"{line[:500]} ... {line[-500:]}"
     clear = "\r\033[K" if sys.stderr.isatty() else ""
     print(f"{clear}{prog}: {one_line(line)}", file=sys.stderr)
 

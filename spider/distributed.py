@@ -60,8 +60,7 @@ def rank_and_count(environ: Mapping[str, str], rank_name: str, count_name: str) 
     return int(rank), int(count)
 
 
-SLOW_START = 60.0  # seconds after which ranks that have not met are a warning
-SLOW_START_ADVICE = (
+SLOW_START = (
     "the ranks have not met within a minute: check that all of them have started; if so, NCCL may "
     "hang between PCIe cards: set NCCL_P2P_DISABLE=1 (docs/scaling.md)"
 )
@@ -121,7 +120,7 @@ class World:
             # Slurm may show a process its own GPU alone, with index 0, or all GPUs of the node.
             self.device = torch.device("cuda", self.local_rank % torch.cuda.device_count())
             torch.cuda.set_device(self.device)
-        warning = threading.Timer(SLOW_START, logger.warning, [SLOW_START_ADVICE])
+        warning = threading.Timer(60.0, logger.warning, [SLOW_START])
         warning.daemon = True  # it must not keep a process that ends
         warning.start()
         try:

@@ -197,8 +197,6 @@ def multiplies_bf16(device: torch.device) -> bool:
 # --------------------------------------------------------------------------------------------------
 # Memory
 
-FILE_SYSTEM = Path("/")
-
 
 def memory_of(device: torch.device, local_ranks: int = 1) -> float:
     """Return the memory in bytes of the GPU, or a local rank's share of that of the machine or
@@ -206,7 +204,7 @@ def memory_of(device: torch.device, local_ranks: int = 1) -> float:
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return min(total, memory_limit(FILE_SYSTEM)) / local_ranks
+    return min(total, memory_limit()) / local_ranks
 
 
 def proc_bytes(file: str, field: str) -> float:

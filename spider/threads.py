@@ -40,7 +40,7 @@ def cpu_quota(root: Path) -> float:
     return min(map(quota_of, control_groups(root, "cpu")), default=math.inf)
 
 
-def memory_limit(root: Path) -> float:
+def memory_limit(root: Path = Path("/")) -> float:
     """Return the bytes that the control groups of this process allow, infinity without a limit."""
     limit = math.inf
     for directory in control_groups(root, "memory"):

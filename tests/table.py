@@ -68,7 +68,7 @@ FLAGS = """
     rank_timeout        -       -           test_distributed
     deterministic       -       -           --deterministic true
     ckpt_every          5       -           test_checkpoint
-    keep_last           -       -           test_checkpoint
+    keep_last           -       -           test_resumption
     keep_best           -       -           test_checkpoint
     eval_every          5       -           -
     eval_tokens         200     -           -

@@ -56,20 +56,17 @@ def raises(fault: BaseException):
         (FileNotFoundError(2, "No such file", "x"), 2, "error: x: No such file"),
         (KeyboardInterrupt(), 130, "stopped"),
         (FloatingPointError("inf"), 2, "error: inf"),
+        # however long what it quotes is; the remedy stands at the end
+        (
+            UsageError(2000 * "x" + ": use --set"),
+            2,
+            f"error: {493 * 'x'} ... {489 * 'x'}: use --set",
+        ),
     ),
 )
 def test_expected_error_is_one_line_and_a_status(capsys, fault, status, line):
     assert run_program(raises(fault), "x.py", interrupted="stopped") == status
     assert capsys.readouterr() == ("", f"x.py: {line}\n")
-
-
-def test_the_line_of_an_error_has_at_most_a_thousand_characters(capsys):
-    """However long what it quotes is. The remedy stands at the end."""
-    fault = UsageError(f"--config: {2_000_000 * 'x'}: use --set")
-    run_program(raises(fault), "x.py")
-    line = capsys.readouterr().err
-    assert len(line) < 1030
-    assert line.startswith("x.py: error: --config: xxx") and line.endswith("xxx: use --set\n")
 
 
 def test_torchruns_report_ends_with_the_line_of_the_error(tmp_path, monkeypatch):

@@ -5,12 +5,14 @@ import os
 import re
 import signal
 import threading
-from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
+from loguru import logger
 
 from collectives import Collective, disagreements, record_to_file, recorded
 from conftest import SMALL, STOPPED, assert_same_runs, final_state, make_shards, metrics
@@ -31,7 +33,7 @@ from jobs import (
     until,
     workers,
 )
-from spider import distributed, optim
+from spider import optim
 from spider.common import SpiderError, WorldError
 from spider.distributed import World
 
@@ -73,24 +75,22 @@ def test_ranks_that_cannot_join_are_told_why(monkeypatch, environ, shards, messa
         World(environ).join(torch.device("cpu"), shards, 1.0)
 
 
-def test_ranks_that_do_not_meet_in_time_are_told_why(monkeypatch):
-    lines = []
-    monkeypatch.setattr(distributed, "SLOW_START", 0.01)
-    monkeypatch.setattr(distributed.logger, "warning", lines.append)
+def test_ranks_that_do_not_meet_within_a_minute_are_told_why(monkeypatch):
+    events = Mock()
+    monkeypatch.setattr(threading, "Timer", events.Timer)
     world = World(rank_variables(0, 2, port=0))
-    monkeypatch.setattr(world, "_start_groups", lambda _: until(lambda: lines))
-    monkeypatch.setattr(world, "all", lambda holds: holds)
+    monkeypatch.setattr(world, "_start_groups", events.start_groups)
+    monkeypatch.setattr(world, "all", events.all)
     world.join(torch.device("cpu"), 1, 1.0)
-    (line,) = lines
-    assert "NCCL_P2P_DISABLE=1" in line
-
-    monkeypatch.setattr(distributed, "SLOW_START", 60.0)
-    monkeypatch.setattr(world, "_start_groups", lambda _: None)
-    world.join(torch.device("cpu"), 1, 1.0)
-    for thread in threading.enumerate():
-        if isinstance(thread, threading.Timer):
-            thread.join(20)
-            assert not thread.is_alive()  # it is cancelled
+    assert [name for name, *_ in events.mock_calls] == [
+        "Timer",
+        "Timer().start",
+        "start_groups",
+        "all",
+        "Timer().cancel",
+    ]
+    seconds, log, (line,) = events.Timer.call_args.args
+    assert (seconds, log) == (60, logger.warning) and "NCCL_P2P_DISABLE=1" in line
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="would start NCCL")
@@ -104,31 +104,25 @@ def test_ranks_that_do_not_meet_in_time_are_told_why(monkeypatch):
 def test_rank_takes_the_gpu_of_its_local_rank_or_the_only_visible_one_and_shares_none(
     monkeypatch, gpus, visible, indices, message
 ):
-    """Ranks are threads of this process, each with a GPU of `gpus`. Without CUDA they get no
+    """Each rank in turn, after the others told which of `gpus` they have. Without CUDA it gets no
     further than NCCL."""
-    this_thread = threading.local()
     monkeypatch.setattr(torch.cuda, "device_count", lambda: visible)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
-    monkeypatch.setattr(
-        torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=this_thread.uuid)
-    )
-
-    store = torch.distributed.HashStore()
-    monkeypatch.setattr(torch.distributed, "rendezvous", lambda *_, **__: iter([(store, 0, 0)]))
-
-    def join(rank: int) -> tuple[int, str]:
-        this_thread.uuid = gpus[rank]
+    for rank, index in enumerate(indices):
+        own = SimpleNamespace(uuid=gpus[rank])
+        store = torch.distributed.HashStore()
+        store.set_timeout(timedelta(seconds=20))
+        for other in {0, 1, 2} - {rank}:
+            store.set(f"gpu{other}", gpus[other])
+            store.set(f"read{other}", "")
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _, own=own: own)
+        rendezvous = Mock(return_value=iter([(store, 0, 0)]))
+        monkeypatch.setattr(torch.distributed, "rendezvous", rendezvous)
         world = World(rank_variables(rank, 3, port=0))
-        with pytest.raises(SpiderError) as fault:
+        with pytest.raises(SpiderError, match=message) as fault:
             world.join(torch.device("cuda"), 1, 20.0)
-        return world.device.index, str(fault.value)
-
-    with ThreadPoolExecutor(3) as pool:
-        joined = list(pool.map(join, range(3)))
-    assert [index for index, _ in joined] == indices
-    for _, fault in joined:
-        assert fault.startswith(message)
-        assert ("share" in fault) == bool(message)
+        assert world.device.index == index
+        assert ("share" in str(fault.value)) == bool(message)
 
 
 def test_one_process_reads_each_batch_when_it_is_due():

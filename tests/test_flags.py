@@ -99,9 +99,15 @@ def test_an_alternative_flag_drops_those_of_lower_precedence(tmp_path):
     (
         ("--resume a/run.pt", "checkpoints"),
         ("--mock_data --ckpt_dir mine", "mine"),
+        ("--reset_steps --resume checkpoints/run", "checkpoints/from-run"),
+        ("--reset_steps --resume checkpoints/run.v2/", "checkpoints/from-run.v2"),
+        ("--reset_steps --resume checkpoints/spider-step3.pt", "checkpoints/from-spider-step3"),
+        ("--reset_steps --resume checkpoints/a/step2.pt", "checkpoints/from-a-step2"),
+        ("--reset_steps --resume b/step2.pt", "checkpoints/from-b-step2"),
+        ("--reset_steps --resume ../step2.pt --mock_data", "checkpoints/mock/from-step2"),
     ),
 )
-def test_resume_keeps_the_default_ckpt_dir_and_mock_data_a_given_one(argv, directory):
+def test_default_directory_of_a_fine_tune_has_the_name_of_run_and_step(argv, directory):
     assert parsed(*argv.split()).flags.ckpt_dir == directory
 
 
@@ -231,21 +237,8 @@ def test_a_bad_config_file_is_one_line_with_its_name(tmp_path, text, fault):
     assert line.startswith(f"--config: {file}: ") and "\n" not in line and fault in line
 
 
-JUNK = ["", " ", "-", "-1", "nan", "inf", "1e400", "0x10", "2.5", "9" * 5000, "\u00b2", "\u0663"]
-JUNK += [
-    "a\nb",
-    "\x1b[2J",
-    "\udcff",
-    "true",
-    "1,2",
-    "1.7e308",
-    "4e18",
-    "--",
-    "=",
-    "--lr",
-    "5",
-    "0.5",
-]
+JUNK = ["", " ", "9" * 5000, "a\nb", "\x1b[2J", "\udcff"]
+JUNK += "- -1 nan inf 1e400 0x10 2.5 \u00b2 \u0663 true 1,2 1.7e308 4e18 -- = --lr 5 0.5".split()
 
 
 def test_any_value_of_any_flag_or_variable_is_taken_or_refused_by_name():

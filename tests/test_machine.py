@@ -1,5 +1,6 @@
 """What a machine has: a GPU that PyTorch can use, precisions, memory."""
 
+import math
 import os
 from types import SimpleNamespace
 
@@ -9,7 +10,6 @@ from loguru import logger
 
 from spider import machine, state
 from spider.common import TooLarge, UsageError
-from test_threads import V1, make_groups
 
 # versions of CUDA, of this PyTorch and of the driver
 NO_GPU = (
@@ -153,24 +153,12 @@ def test_no_memory_is_page_locked_that_would_leave_less_than_a_quarter_to_others
         machine.check_lockable(16)
 
 
-OF_V1 = "memory.limit_in_bytes"
-
-
-@pytest.mark.parametrize(
-    "groups, files, most",
-    (
-        ("0::/\n", {}, 10_000),
-        ("0::/pod/job\n", {"pod/memory.max": "4000\n", "pod/job/memory.max": "6000"}, 4000),
-        ("0::/pod/job\n", {"pod/memory.max": "max", "pod/job/memory.max": "6000"}, 6000),
-        (V1, {f"memory/job/{OF_V1}": "3000", f"memory/{OF_V1}": "9223372036854771712"}, 3000),
-    ),
-)
-def test_memory_is_at_most_that_of_the_control_groups(tmp_path, monkeypatch, groups, files, most):
+@pytest.mark.parametrize("limit, most", ((4000, 4000), (math.inf, 10_000)))
+def test_memory_is_at_most_that_of_the_control_groups(monkeypatch, limit, most):
     """On a machine of 10,000 bytes, all of them free."""
     cpu = torch.device("cpu")
-    make_groups(tmp_path, groups, {f"sys/fs/cgroup/{name}": text for name, text in files.items()})
-    monkeypatch.setattr(machine, "FILE_SYSTEM", tmp_path)
     monkeypatch.setattr(os, "sysconf", lambda _: 100)
     monkeypatch.setattr(machine, "proc_bytes", lambda *_: 10_000)
+    monkeypatch.setattr(machine, "memory_limit", lambda: limit)
     assert machine.memory_of(cpu, 2) == most / 2
     assert machine.free_memory(cpu) == most

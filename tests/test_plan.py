@@ -306,11 +306,6 @@ def test_the_expert_backend_is_chosen_for_the_dtype_of_the_products(monkeypatch)
     assert dtypes == [torch.float32, torch.bfloat16, torch.bfloat16]
 
 
-def test_the_precision_is_bf16_where_a_cpu_has_it():
-    flags, _ = plan.with_machine(Flags(), TINY, world_of())
-    assert flags.precision == ("bf16" if machine.multiplies_bf16(world_of().device) else "fp32")
-
-
 # --------------------------------------------------------------------------------------------------
 # Warnings
 

@@ -285,26 +285,29 @@ def test_run_that_is_killed_at_its_last_evaluation_has_saved_its_last_step(
     assert final_state(resumed)["val_loss"] > 0
 
 
-def test_last_step_stays_saved_if_its_evaluation_cannot_be_added(
-    train_small, monkeypatch, error_of
+def test_full_disk_is_a_line_and_costs_no_step_that_a_later_save_has_or_that_was_saved(
+    train_small, monkeypatch, new_log, error_of
 ):
-    """As by a kill while its checkpoint is written again. All other checkpoints stay, too."""
+    """Step 4 is not saved, nor is the evaluation of the last step, after which all other
+    checkpoints stay. So they do after a kill while the last one is written again."""
     flags = "--ckpt_every 2 --keep_best --eval_every 2"
     write = checkpoint.write_archive
 
-    def fail_if_evaluated(file, saved):
-        if saved["step"] == 5 and saved["val_loss"] is not None:
+    def write_few_evaluations(file, saved):
+        if saved["step"] > 2 and saved["val_loss"] is not None:
+            file.write(b"a part of it")
             raise OSError(errno.ENOSPC, "No space left on device")
         write(file, saved)
 
     whole = train_small(flags, steps=5, ckpt="whole")
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint, "write_archive", fail_if_evaluated)
-        for _ in range(2):
-            assert "step 5 could not be saved" in error_of(flags, steps=5)
+        patch.setattr(checkpoint, "write_archive", write_few_evaluations)
+        train_small(flags, steps=5, status=2)
+        assert new_log().count("No space left on device") == 2
+        assert "step 5 could not be saved" in error_of(flags, steps=5)
     directory = train_small(flags, steps=5)
     assert_same_runs(whole, directory)
-    assert saved_steps(directory) == saved_steps(whole)
+    assert saved_steps(directory) == [2, 5]
 
 
 @pytest.mark.slow
@@ -498,38 +501,6 @@ def test_directory_of_a_run_stands_for_its_newest_good_checkpoint(train_small, n
     assert "is not read" not in new_log()  # it was named itself, then none was
     tuned = train_small(flags, "--resume", origin, "--reset_steps", steps=1, ckpt="tuned")
     assert last_step(tuned) == 1
-
-
-def test_reset_with_the_default_directory_begins_beside_the_run_that_it_came_from(
-    tmp_path, shards, train_small, monkeypatch
-):
-    """This is the original's command. Given again, it resumes."""
-    monkeypatch.chdir(tmp_path)
-    train_small(steps=3, ckpt="checkpoints")
-    for steps in (2, 4):
-        argv = f"""
-            --resume checkpoints/spider-step3.pt --reset_steps --data_dir {shards} --seq_len 32
-            --micro_batch 2 --eval_every 0 --max_steps {steps}
-        """
-        assert train.command_line(argv.split()) == 0
-        lines = metrics(tmp_path / "checkpoints" / "from-spider-step3")
-        assert [line["step"] for line in lines] == [*range(1, steps + 1)]
-    assert last_step(tmp_path / "checkpoints") == 3
-
-
-@pytest.mark.parametrize(
-    "resume, directory",
-    (
-        ("checkpoints/run", "checkpoints/from-run"),
-        ("checkpoints/run.v2/", "checkpoints/from-run.v2"),
-        ("checkpoints/a/spider-step2.pt", "checkpoints/from-a-spider-step2"),
-        ("b/spider-step2.pt", "checkpoints/from-b-spider-step2"),
-        ("../spider-step2.pt --mock_data", "checkpoints/mock/from-spider-step2"),
-    ),
-)
-def test_default_directory_of_a_fine_tune_has_the_name_of_run_and_step(resume, directory):
-    argv = f"--reset_steps --resume {resume}".split()
-    assert train.parse_args(argv, {}).flags.ckpt_dir == directory
 
 
 def test_fine_tune_is_refused_in_a_directory_whose_run_began_from_something_else(

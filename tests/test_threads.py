@@ -8,10 +8,10 @@ import sys
 import pytest
 
 from conftest import ROOT
-from spider.threads import WAITING, cpu_quota, idle_threads_spin, set_threads
+from spider.threads import WAITING, cpu_quota, idle_threads_spin, memory_limit, set_threads
 
 V1 = "4:memory:/job\n3:cpuacct,cpu:/job\n"
-CPU = "cpu/job/cpu"
+CPU = "cpu/job/cpu.cfs_"
 
 
 def make_groups(root, groups: str, files: dict[str, str]):
@@ -22,23 +22,28 @@ def make_groups(root, groups: str, files: dict[str, str]):
         path.write_text(text)
 
 
+HALF = "50000 100000"
+
+
 @pytest.mark.parametrize(
-    "groups, files, quota",
+    "groups, files, quota, memory",
     (
-        ("0::/\n", {}, math.inf),
-        ("0::/\n", {"cpu.max": "250000 100000\n"}, 2.5),
-        ("no group\n", {"cpu.max": "250000 100000\n"}, math.inf),
+        ("0::/\n", {}, math.inf, math.inf),
+        ("0::/\n", {"cpu.max": "250000 100000\n", "memory.max": "5000\n"}, 2.5, 5000),
+        ("no group\n", {"cpu.max": HALF, "memory.max": "5000"}, math.inf, math.inf),
         # the smallest of the groups that hold this one counts
-        ("0::/pod/job\n", {"pod/cpu.max": "50000 100000", "pod/job/cpu.max": "400000 100000"}, 0.5),
+        ("0::/pod/job\n", {"pod/cpu.max": HALF, "pod/job/memory.max": "6000"}, 0.5, 6000),
+        ("0::/pod/job\n", {"pod/memory.max": "4", "pod/job/memory.max": "6"}, math.inf, 4),
         # in a container the path is the host's, and its own group is the root
-        ("0::/docker/1f\n", {"cpu.max": "150000 50000"}, 3.0),
-        (V1, {f"{CPU}.cfs_quota_us": "300000", f"{CPU}.cfs_period_us": "200000"}, 1.5),
-        (V1, {f"{CPU}.cfs_quota_us": "-1", f"{CPU}.cfs_period_us": "100000"}, math.inf),
+        ("0::/docker/1f\n", {"cpu.max": "150000 50000", "memory.max": "max"}, 3.0, math.inf),
+        (V1, {f"{CPU}quota_us": "300000", f"{CPU}period_us": "200000"}, 1.5, math.inf),
+        (V1, {f"{CPU}quota_us": "-1", f"{CPU}period_us": "100000"}, math.inf, math.inf),
+        (V1, {"memory/job/memory.limit_in_bytes": "3"}, math.inf, 3),
     ),
 )
-def test_quota_is_that_of_the_control_groups(tmp_path, groups, files, quota):
+def test_quota_and_memory_are_those_of_the_control_groups(tmp_path, groups, files, quota, memory):
     make_groups(tmp_path, groups, {f"sys/fs/cgroup/{name}": text for name, text in files.items()})
-    assert cpu_quota(tmp_path) == quota
+    assert (cpu_quota(tmp_path), memory_limit(tmp_path)) == (quota, memory)
 
 
 @pytest.mark.parametrize(
