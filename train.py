@@ -1189,7 +1189,7 @@ def main(
             f"resumes"
         )
     progress.check_divergence(1)
-    log_end(plan, progress, horizon, f"{log.seconds():.0f} s")
+    log_end(plan, progress, horizon, f"{time.perf_counter() - log.began:.0f} s")
     return 0
 
 

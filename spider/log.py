@@ -170,10 +170,6 @@ class StepLog:
         if progress.skipped or events.spike:
             logger.warning(odd_step_line(progress, self.plan))
 
-    def seconds(self) -> float:
-        """Return the duration of the run so far."""
-        return time.perf_counter() - self.began
-
 
 def odd_step_line(progress: RunProgress, plan: Plan) -> str:
     """Describe a skipped step or a loss spike, with the command that prints its batch."""

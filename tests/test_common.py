@@ -247,17 +247,17 @@ def test_a_second_writer_of_a_file_does_not_disturb_the_first(tmp_path, monkeypa
     deletions = []
 
     def hold_second(descriptor, **options):
-        if not deletions:
-            (unfinished,) = tmp_path.iterdir()
-            file = unfinished.open("rb")
-            hold(file.fileno())
+        monkeypatch.undo()
+        (unfinished,) = tmp_path.iterdir()
+        file = unfinished.open("rb")
+        hold(file.fileno())
 
-            def delete():
-                unfinished.unlink()
-                file.close()
+        def delete():
+            unfinished.unlink()
+            file.close()
 
-            deletions.append(threading.Timer(0.1, delete))
-            deletions[0].start()
+        deletions.append(threading.Timer(0.1, delete))
+        deletions[0].start()
         hold(descriptor, **options)
 
     monkeypatch.setattr(common, "hold", hold_second)

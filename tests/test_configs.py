@@ -131,11 +131,12 @@ case "$*" in
     train.py*) for last; do :; done; mkdir -p "$last"; touch "$last/a.pt" "$last/metrics.jsonl" ;;
 esac
 """
-FIRST = "values eager compiled fp8 step_bf16 step_fp8 step_eager machine backends".split()
-KERNELS = "test_tile_moe test_grouped_triton test_tile_kernels test_compile memcheck".split()
-LONGER = "checkpoint step_2048_bf16 step_2048_fp8 short_documents".split()
-LAST = "test_train test_command_line test_resumption".split()
-ALL = [*FIRST, *KERNELS, *LONGER, *LAST]
+ALL = """
+    values eager compiled fp8 step_bf16 step_fp8 step_eager machine backends
+    test_tile_moe test_grouped_triton test_tile_kernels test_compile memcheck
+    checkpoint step_2048_bf16 step_2048_fp8 short_documents
+    test_train test_command_line test_resumption
+""".split()
 
 
 def rows_of(directory: Path) -> dict[str, str]:

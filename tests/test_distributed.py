@@ -9,7 +9,6 @@ from datetime import timedelta
 from types import SimpleNamespace
 from unittest.mock import Mock
 
-import numpy as np
 import pytest
 import torch
 from loguru import logger
@@ -82,13 +81,8 @@ def test_ranks_that_do_not_meet_within_a_minute_are_told_why(monkeypatch):
     monkeypatch.setattr(world, "_start_groups", events.start_groups)
     monkeypatch.setattr(world, "all", events.all)
     world.join(torch.device("cpu"), 1, 1.0)
-    assert [name for name, *_ in events.mock_calls] == [
-        "Timer",
-        "Timer().start",
-        "start_groups",
-        "all",
-        "Timer().cancel",
-    ]
+    calls = [name for name, *_ in events.mock_calls]
+    assert calls == "Timer Timer().start start_groups all Timer().cancel".split()
     seconds, log, (line,) = events.Timer.call_args.args
     assert (seconds, log) == (60, logger.warning) and "NCCL_P2P_DISABLE=1" in line
 
@@ -97,15 +91,15 @@ def test_ranks_that_do_not_meet_within_a_minute_are_told_why(monkeypatch):
 @pytest.mark.parametrize(
     "gpus, visible, indices, message",
     (
-        ("abc", 1, [0, 0, 0], ""),
+        ("abc", 1, [0, 0, 0], "cannot reach the others: (?!Wait timeout)"),
         ("aba", 2, [0, 1, 0], "ranks 0, 2 of 3 would share GPUs"),
     ),
 )
 def test_rank_takes_the_gpu_of_its_local_rank_or_the_only_visible_one_and_shares_none(
     monkeypatch, gpus, visible, indices, message
 ):
-    """Each rank in turn, after the others told which of `gpus` they have. Without CUDA it gets no
-    further than NCCL."""
+    """Each rank in turn, after the others told which of `gpus` they have. Without CUDA it
+    cannot start NCCL."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: visible)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     for rank, index in enumerate(indices):
@@ -113,16 +107,15 @@ def test_rank_takes_the_gpu_of_its_local_rank_or_the_only_visible_one_and_shares
         store = torch.distributed.HashStore()
         store.set_timeout(timedelta(seconds=20))
         for other in {0, 1, 2} - {rank}:
-            store.set(f"gpu{other}", gpus[other])
-            store.set(f"read{other}", "")
+            store.set(f"attempt0/gpu{other}", gpus[other])
+            store.set(f"attempt0/read{other}", "")
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _, own=own: own)
         rendezvous = Mock(return_value=iter([(store, 0, 0)]))
         monkeypatch.setattr(torch.distributed, "rendezvous", rendezvous)
         world = World(rank_variables(rank, 3, port=0))
-        with pytest.raises(SpiderError, match=message) as fault:
+        with pytest.raises(SpiderError, match=message):
             world.join(torch.device("cuda"), 1, 20.0)
         assert world.device.index == index
-        assert ("share" in str(fault.value)) == bool(message)
 
 
 def test_one_process_reads_each_batch_when_it_is_due():
@@ -176,6 +169,7 @@ ALL = (
     f"--no_gradient_checkpointing --set {HALVED}"
 )
 FEW = f"--global_batch 256 --eval_every 0 --set {SMALL}"
+WORDS = f"--global_batch 64 --seq_len 4 --eval_tokens 96 --set {SMALL},boundaries=words"
 
 
 @pytest.mark.parametrize(
@@ -184,6 +178,8 @@ FEW = f"--global_batch 256 --eval_every 0 --set {SMALL}"
         # Few steps: at the start almost nothing is unpooled, and the norm of the core's own loss
         # amplifies rounding.
         (2, 2, 6, f"{FEW},boundaries=learned,segment_offsets=3,core_loss_weight=0.2"),
+        # Most rows of four bytes have no segment.
+        pytest.param(4, 2, 12, WORDS, marks=pytest.mark.slow),
         *(
             pytest.param(*layout, 20, f"{ALL} --optimizer {optimizer}", marks=pytest.mark.slow)
             for *layout, optimizer in ((3, 3, "muon"), (4, 1, "adamw"), (4, 2, "adamw8bit"))
@@ -195,23 +191,6 @@ def test_ranks_have_the_losses_of_one(tmp_path, argv_of, run_on, ranks, split, s
     runs_alone(argv_of(flags, steps=steps, ckpt="alone"))
     run_on(ranks, argv_of(flags, f"--shards {split}", steps=steps))
     assert_same_losses(tmp_path / "alone", tmp_path / "run", steps)
-
-
-@pytest.mark.slow
-def test_batch_without_a_segment_on_one_rank_neither_hangs_nor_changes_losses(
-    tmp_path, argv_of, run_on
-):
-    """For 12 steps: in the second epoch this text is known by heart, and rounding decides the rest
-    of the loss."""
-    data = tmp_path / "words"
-    data.mkdir()
-    ids = np.full(4000, 97, "<u2")
-    ids[::300] = 32  # with sequences of 32 bytes, most rows have no segment at all
-    ids.tofile(data / "train.bin")
-    flags = f"--set {SMALL},boundaries=words --precision fp32 --global_batch 256 --data_dir {data}"
-    runs_alone(argv_of(flags, steps=12, ckpt="alone"))
-    run_on(4, argv_of(flags, "--shards 2", steps=12))
-    assert_same_losses(tmp_path / "alone", tmp_path / "run", 12)
 
 
 @pytest.mark.slow
