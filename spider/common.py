@@ -561,7 +561,18 @@ def durable(path: Path, mode: str = "w") -> Iterator[IO]:
     if path.exists() and (not path.is_file() or path.parent == Path("/dev")):
         raise FileExistsError(errno.EEXIST, "not a regular file: use another name", str(path))
     delete_unfinished(path.parent, glob.escape(path.name))
-    temporary, file = create_held(path, mode.replace("w", "x"))
+    while True:
+        temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+        try:
+            file = open(temporary, mode.replace("w", "x"))
+        except OSError as fault:
+            fault.filename = str(path)  # the name that the user knows
+            raise
+        with suppress(OSError):  # a file system may have no locks
+            hold(file.fileno(), waits=True)
+        if temporary.exists():
+            break
+        file.close()  # another writer held it first, and deleted it as left by a killed process
     with file:
         try:
             yield file
@@ -572,22 +583,6 @@ def durable(path: Path, mode: str = "w") -> Iterator[IO]:
             temporary.unlink(missing_ok=True)
             raise
     sync(path.parent)
-
-
-def create_held(path: Path, mode: str) -> tuple[Path, IO]:
-    """Create a temporary file for a path, and hold it; return its name, too."""
-    while True:
-        temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
-        try:
-            file = open(temporary, mode)
-        except OSError as fault:
-            fault.filename = str(path)  # the name that the user knows
-            raise
-        with suppress(OSError):  # a file system may have no locks
-            hold(file.fileno(), waits=True)
-        if temporary.exists():
-            return temporary, file
-        file.close()  # another writer held it first, and deleted it as left by a killed process
 
 
 def hold(descriptor: int, waits: bool = False):

@@ -186,21 +186,19 @@ class Metrics:
                     file.write(json.dumps(numbers) + "\n")
         self.path = path
         self.pending = b""  # lines that are not written yet
-        self.complete = True  # whether the last write succeeded
         self.lock = threading.Lock()  # the thread that saves checkpoints writes, too
         self.file = open(path, "ab", 0)
 
     def write(self, numbers: Mapping):
         """Write the line of a step; non-finite numbers become null."""
         with self.lock:
+            is_retry = bool(self.pending)
             self.pending += json.dumps(finite(numbers)).encode() + b"\n"
         try:
             self._write_pending()
-            self.complete = True
         except OSError as fault:
-            if self.complete:
+            if not is_retry:
                 logger.error(f"METRICS NOT WRITTEN: {self.path}: {fault.strerror}; will retry")
-            self.complete = False
 
     def __enter__(self):
         return self
