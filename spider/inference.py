@@ -68,7 +68,7 @@ def read_checkpoint(name: str, model_class: type[Spider]) -> tuple[Path, dict]:
     """Return the path and content of a checkpoint or export, or of the newest good checkpoint of a
     directory. Raise UsageError or CheckpointError if there is none for the model class."""
     path = Path(name)
-    if path.is_file() and is_text(path):
+    if path.is_file() and path.suffix != ".pt" and is_text(path):
         raise UsageError(
             f"{name} is not a checkpoint but a text: to train on it, python data.py prepare "
             f"{quoted(name)} --out data, then python train.py"

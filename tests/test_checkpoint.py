@@ -346,10 +346,10 @@ def test_save_waits_for_copies_out_of_gpu_memory_before_it_writes(tmp_path, monk
 def test_unfinished_files_of_a_killed_process_are_deleted(tmp_path, capsys):
     (tmp_path / ".spider-step7.pt.0123abcd.tmp").touch()
     (tmp_path / ".spider-step6.pt.0123abcd.tmp").mkdir()  # stands for one that cannot be deleted
-    (tmp_path / "spider-step5.pt").touch()
+    (tmp_path / ".spider-step5.pt.mine.tmp").touch()
     writer_in(tmp_path)
     left = sorted(path.name for path in tmp_path.iterdir())
-    assert left == [".spider-step6.pt.0123abcd.tmp", "spider-step5.pt"]
+    assert left == [".spider-step5.pt.mine.tmp", ".spider-step6.pt.0123abcd.tmp"]
     assert capsys.readouterr().err.count("cannot be deleted") == 1
 
 

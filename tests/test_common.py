@@ -267,17 +267,20 @@ def test_a_second_writer_of_a_file_does_not_disturb_the_first(tmp_path, monkeypa
     assert contents(tmp_path) == {"a": b"new"}
 
 
-@pytest.mark.parametrize("number", (signal.SIGINT, signal.SIGTERM, signal.SIGHUP))
-def test_a_script_that_a_signal_ends_leaves_nothing_in_its_output(tmp_path, number):
-    """It waits for text on stdin."""
+@pytest.mark.parametrize(
+    "number, nohup",
+    ((signal.SIGINT, []), (signal.SIGTERM, []), (signal.SIGHUP, []), (signal.SIGHUP, ["nohup"])),
+)
+def test_a_script_that_a_signal_ends_leaves_nothing_in_its_output(tmp_path, number, nohup):
+    """It waits for text on stdin. Under nohup it outlives its terminal."""
     out = tmp_path / "out"
-    command = [sys.executable, "data.py", "prepare", "-", "--out", out]
+    command = [*nohup, sys.executable, "data.py", "prepare", "-", "--out", out]
     job = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stderr=subprocess.PIPE)
     until(lambda: out.exists() and len(os.listdir(out)) == 2)  # the lock, and a folder for shards
     job.send_signal(number)
-    _, error = job.communicate()
-    assert job.returncode == 128 + number and b"Traceback" not in error
-    assert os.listdir(out) == []
+    _, error = job.communicate(b"a text")
+    assert job.returncode == (0 if nohup else 128 + number) and b"Traceback" not in error
+    assert (os.listdir(out) == []) == (not nohup)
 
 
 NEW = "PYTORCH_ALLOC_CONF"
@@ -306,13 +309,18 @@ def test_allocator_extends_segments_unless_the_user_chose_or_wsls_drivers_refuse
 # Locks
 
 
-def test_lock_excludes_others_and_leaves_no_file(tmp_path):
+def test_lock_excludes_others_until_its_file_is_deleted(tmp_path, monkeypatch):
     refused = pytest.raises(UsageError, match=f"^{tmp_path}: another command is using it")
+
+    def unlink(path, unlink=Path.unlink):
+        with refused, locked(tmp_path):
+            pass
+        unlink(path)
+
+    monkeypatch.setattr(Path, "unlink", unlink)
     for _ in range(2):
         with locked(tmp_path):
             assert all(name.startswith(".") for name in os.listdir(tmp_path))
-            with refused, locked(tmp_path):
-                pass
             with locked(tmp_path, tmp_path / ".another"):
                 pass
         assert os.listdir(tmp_path) == []

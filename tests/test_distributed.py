@@ -99,7 +99,9 @@ def test_rank_takes_the_gpu_of_its_local_rank_or_the_only_visible_one_and_shares
     monkeypatch, gpus, visible, indices, message
 ):
     """Each rank in turn, after the others told which of `gpus` they have. Without CUDA it
-    cannot start NCCL."""
+    cannot start NCCL. torchrun has started the ranks again, with the store of those before."""
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "3")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: visible)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     for rank, index in enumerate(indices):
@@ -107,8 +109,8 @@ def test_rank_takes_the_gpu_of_its_local_rank_or_the_only_visible_one_and_shares
         store = torch.distributed.HashStore()
         store.set_timeout(timedelta(seconds=20))
         for other in {0, 1, 2} - {rank}:
-            store.set(f"attempt0/gpu{other}", gpus[other])
-            store.set(f"attempt0/read{other}", "")
+            store.set(f"attempt3/gpu{other}", gpus[other])
+            store.set(f"attempt3/read{other}", "")
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _, own=own: own)
         rendezvous = Mock(return_value=iter([(store, 0, 0)]))
         monkeypatch.setattr(torch.distributed, "rendezvous", rendezvous)

@@ -31,6 +31,7 @@ from conftest import (
 from data import Batch, Loader, mock_source, validation_sets
 from jobs import command
 from preparing import source
+from spider.common import UsageError
 from spider.fp8 import convert_to_fp8
 from spider.run import RunProgress
 from spider_model import Spider
@@ -343,10 +344,15 @@ def test_samples_continue_a_prompt_or_held_out_text(shards, train_small, new_log
         assert f"step 2 continues '{start}" in new_log()
 
 
-def test_a_sample_has_the_loops_of_training_and_leaves_the_model_training():
+def test_a_sample_has_the_loops_of_training_and_leaves_the_model_training_also_if_it_fails():
     model = awake(small_config())
     loops = []
-    model.generate = lambda *_, n_loops, **__: loops.append(n_loops) or b""
+
+    def generate(*_, n_loops, **__):
+        loops.append(n_loops)
+        raise UsageError("a layer mixes rows")
+
+    model.generate = generate
     train.log_sample(model, 1, train.Flags(n_loops=3), {})
     assert loops == [3] and model.training
 
