@@ -217,8 +217,8 @@ def check_decoding(model: Any, n_loops: int):
     stepped = torch.cat([unchecked.step(piece, state) for piece in steps], dim=1)
     if not torch.allclose(stepped, full, atol=0.01, equal_nan=True):
         raise UsageError(
-            f"{type(model).__name__}'s logits in decoding differ from those of a full pass: a layer "
-            f"that mixes rows must keep the last rows that it has seen, see "
+            f"{type(model).__name__}'s logits in decoding differ from those of a full pass: a "
+            f"layer that mixes rows must keep the last rows that it has seen, see "
             f"docs/guide/trying-an-idea.md#a-layer-that-mixes-rows"
         )
 
