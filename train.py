@@ -810,6 +810,17 @@ def unpack(vector: Tensor, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return tensors
 
 
+# Order in metrics.jsonl; the other terms of the loss follow
+FIRST_METRICS = (
+    "loss",
+    "total_loss",
+    "grad_norm",
+    "bytes_per_segment",
+    "mean_loops",
+    "expert_balance",
+)
+
+
 class StepNumbers(NamedTuple):
     """The numbers of a step over all ranks: tensors on the device, and what the host must know."""
 
@@ -834,10 +845,12 @@ def reduce_numbers(
     if tokens.numel():
         balance = tokens.amax(1) / tokens.mean(1).clamp_min(1)
 
-    scalars = totals | dict(grad_norm=total_norm, expert_balance=balance.mean())
-    metrics = dict(zip(scalars, pack(scalars).tolist(), strict=True))  # waits for the device
-    votes = metrics.pop("votes")
-    metrics["bytes_per_segment"] = metrics.pop("n_bytes") / max(1, metrics.pop("segments"))
+    scalars = dict(grad_norm=total_norm, expert_balance=balance.mean(), **totals)
+    numbers = dict(zip(scalars, pack(scalars).tolist(), strict=True))  # waits for the device
+    votes = numbers.pop("votes")
+    numbers["bytes_per_segment"] = numbers.pop("n_bytes") / max(1, numbers.pop("segments"))
+    metrics = {name: numbers.pop(name) for name in FIRST_METRICS}
+    metrics |= numbers
     return StepNumbers(total_norm, tokens, boundary_counts, metrics, votes)
 
 
