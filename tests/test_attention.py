@@ -52,12 +52,12 @@ def test_documents_attend_together_as_alone_in_value_and_gradient(lengths, windo
     torch.testing.assert_close(grad.double(), expected_grad, rtol=0, atol=4 * atol)
 
 
-def test_rows_before_are_those_of_the_document_the_nearest_first():
+def test_rows_before_are_those_of_the_document_the_nearest_last():
     cu_seqlens = torch.tensor((0, 3, 5), dtype=torch.int32)
     packing = Packing.build(cu_seqlens, 5, 3, small_config(), torch.float32)
     x = torch.tensor((1, 2, 3, 4, 5))[:, None]
     before = rows_before(x, packing, 2)
-    assert before[:, 0].tolist() == [[0, 0], [1, 0], [2, 1], [0, 0], [4, 0]]
+    assert before[:, 0].tolist() == [[0, 0], [0, 1], [1, 2], [0, 0], [0, 4]]
 
 
 @pytest.mark.parametrize("window", (0, 1, 3, 8))
