@@ -386,7 +386,7 @@ def files(trained, tmp_path, monkeypatch) -> Path:
         ("run --eval no.jsonl", "no.jsonl:1: without a text in 'text': it has a: --field NAME"),
         ("run --eval empty", "empty: "),
         ("run --eval one.bin", "one.bin: no byte to predict"),
-        ("run --show nofile.txt", "nofile.txt: no such file; pipe a text that looks so to"),
+        ("run --show nofile.txt", "nofile.txt: no such file; pipe a text that looks like"),
         ("run --show no/file", "no/file: no such file"),
         ("none --eval a.txt --json no/out", "no/out: No such file"),
         ("run --export empty.txt", "exists and is not an empty directory: use another name"),
