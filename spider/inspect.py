@@ -222,7 +222,9 @@ def take_text(argument: str) -> tuple[bytes, str]:
         with open(argument, "rb") as file:
             text = file.read(LONGEST + 1)
     elif re.fullmatch(r"\S*/\S*|.*\.[A-Za-z]\w*", argument):
-        raise DataError(f"--show: {argument}: no such file; pipe a text that looks like one to --show -")
+        raise DataError(
+            f"--show: {argument}: no such file; pipe a text that looks like one to --show -"
+        )
     else:
         name = "a text"
         text = os.fsencode(argument)
