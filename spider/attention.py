@@ -98,10 +98,18 @@ class LatentCache(Cache):
 
     hidden: Tensor | None = None  # bool [B, T, used_slots]: not visible to a row; None: all are
     padded_row: Tensor  # int64 [M], the step's rows in [B * T]; only with `hidden`
-    kept: dict[int, Tensor] | None = None  # see rows_before; None: of the core
+    kept: dict[int, Tensor] | None  # last rows by layer, see rows_before; None in the core
 
-    def __init__(self, buffer: Tensor, packing: Packing, before: Tensor, window: int = 0):
+    def __init__(
+        self,
+        buffer: Tensor,
+        packing: Packing,
+        before: Tensor,
+        window: int = 0,
+        kept: dict[int, Tensor] | None = None,
+    ):
         super().__init__(buffer, packing, before, window)
+        self.kept = kept
         if is_single_row(packing):  # it sees all that is stored
             return
         row_in_step = packing.position - before.index_select(0, packing.document)

@@ -339,9 +339,12 @@ def _read_piece(model: Any, input_ids: Tensor, state: DecodingState) -> Tensor:
     packed = _pack(model, input_ids, known, state)
 
     cache = LatentCache(
-        state.byte_latents, packed.packing, state.position, model.config.byte_window
+        state.byte_latents,
+        packed.packing,
+        state.position,
+        model.config.byte_window,
+        state.kept,
     )
-    cache.kept = state.kept
     x_MD = model.before_core(packed, cache)
     if model.core is not None:
         predicted = model.predict_boundaries(x_MD)
