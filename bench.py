@@ -138,7 +138,7 @@ def settle_step(flags: list[str], world: World) -> tuple[Plan, list[Source]]:
     rates = ["--lr=1e-20", "--engram_lr=0"]
     command = train.parse_args([*defaults, *flags, *rates], environ={})
     sources = [mock_source(0)]
-    if "data_dir" in given:
+    if given & {"data_dir", "text"}:
         sources = open_data(command.flags.data_dir)
     return settle(command, train.RECIPES, world), sources
 

@@ -2,7 +2,7 @@
 of training.
 
     python data.py prepare books.txt web/ --out data  # text, JSON, directories of them; -: stdin
-    python data.py prepare src/ --ext .py,.md --out code  # a document per file
+    python data.py prepare src/ --out code               # source code: a document per file
     python data.py prepare HuggingFaceFW/fineweb-edu --config sample-10BT --out data  # from the Hub
     python data.py verify data                           # check sizes, checksums and ids
     python data.py show data --first 12544 --count 448   # print sequences as a run reads them
@@ -58,7 +58,7 @@ from spider.common import (
     say,
 )
 from spider.noise import splitmix, step_seed
-from spider.prepare import Documents, prepare
+from spider.prepare import SHARD_MB, Documents, prepare
 from spider.shard_files import ID_BYTES, METADATA, ShardEntry, files_below, read_metadata
 from spider.vocabulary import IGNORED
 from tokenizer import BOS_ID, EOS_ID, PAD_ID, VOCAB_SIZE
@@ -156,27 +156,25 @@ class Stream:
 def find_shards(directory: str) -> dict[str, ShardEntry | None]:
     """List the paths of the .bin files below a directory, sorted, each with its entry in a
     metadata.json; None if there is no entry."""
-    name = quoted(directory)
-    of_texts = f"make shards of texts by `python data.py prepare {name} --out DIR`, and name DIR"
-    if os.path.isfile(directory):
-        raise DataError(f"{directory}: a file: name the directory of a shard, or {of_texts}")
+    text = quoted(directory) if os.path.exists(directory) else "FILE"
+    remedy = f"to train on a text: python train.py --text {text}"
     if not os.path.isdir(directory):
-        raise DataError(
-            f"{directory}: no such directory; make shards by `python data.py prepare INPUT --out "
-            f"{name}`"
-        )
+        raise DataError(f"{directory}: no directory of shards; {remedy}")
     paths = files_below(os.path.normpath(directory))
     entries = {}
     for path in paths:
         folder, file = os.path.split(path)
         if file == METADATA:
-            for entry in read_metadata(path):
+            for entry in read_metadata(path)["shards"]:
                 entries[os.path.join(folder, entry.name)] = entry
     for path in sorted(entries.keys() - set(paths)):
-        raise DataError(f"{path}: missing, though metadata.json lists it")
+        raise DataError(
+            f"{path}: missing, though metadata.json lists it: copy it, or delete the directory and "
+            f"prepare again"
+        )
     shards = {path: entries.get(path) for path in paths if path.endswith(".bin")}
     if not shards:
-        raise DataError(f"{directory}: no .bin file in it; {of_texts}")
+        raise DataError(f"{directory}: no .bin file in it; {remedy}")
     return shards
 
 
@@ -732,8 +730,9 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         nargs="+",
         type=path_name,
         metavar="INPUT",
-        help="text, JSON, parquet, csv or arrow file, also compressed; directory of them; - "
-        "(standard input); or OWNER/NAME, a data set of the Hugging Face hub",
+        help="text, code, JSON, parquet, csv or arrow file, also compressed; directory of them; - "
+        "(standard input); OWNER/NAME, a data set of the Hugging Face hub; or pydoc, Python's own "
+        "documentation",
     )
     add(
         "--out",
@@ -749,11 +748,11 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         metavar=".py,.md",
         help="read the files with these extensions alone, each as one document",
     )
-    add("--field", default="text", metavar="NAME", help="JSON field or column with the text")
+    add("--field", default=Documents.field, metavar="NAME", help="JSON field or column of the text")
     add(
         "--val_fraction",
         type=real(0, 0.999),
-        default=0.1,
+        default=Documents.val_fraction,
         metavar="FRACTION",
         help="fraction for validation, below 1: the end of a text; of documents, those that a "
         "hash of their text draws",
@@ -766,7 +765,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         help="read any bytes as text, instead of skipping binary files and those not in UTF-8",
     )
     add("--strict", action="store_true", help="stop at the first bad record instead of skipping it")
-    add("--shard_mb", type=real(1e-6, 1e9), default=256, metavar="MB", help="size of a shard")
+    add("--shard_mb", type=real(1e-6, 1e9), default=SHARD_MB, metavar="MB", help="size of a shard")
     verifying = commands.add_parser(
         "verify", help="check shards: size and checksum by metadata.json, ids"
     )
@@ -803,8 +802,7 @@ def run_command(args: argparse.Namespace):
             strict=args.strict,
             binary=args.binary,
         )
-        shard_ids = max(1, int(args.shard_mb * 1e6 / ID_BYTES))
-        prepare(args.inputs, Path(args.directory), documents, shard_ids)
+        prepare(args.inputs, Path(args.directory), documents, args.shard_mb)
     elif args.command == "verify":
         verify(args.directory)
     else:

@@ -1,7 +1,7 @@
 """Train Spider, a byte-level Recurrent-Depth Transformer, from memory-mapped byte shards.
 
     python train.py --mock_data --max_steps 20 --seq_len 128 --micro_batch 2      # smoke run
-    python train.py --data_dir data                            # `1b` on a GPU, `tiny` on a CPU
+    python train.py --text input.txt                           # `1b` on a GPU, `tiny` on a CPU
     torchrun --standalone --nproc_per_node 8 train.py --data_dir data --shards 8  # several GPUs
 
 The same command again resumes from the newest checkpoint in --ckpt_dir. All randomness is a
@@ -76,6 +76,7 @@ from spider.plan import (
     with_half_micro_batch,
     with_minutes,
 )
+from spider.prepare import Documents, prepare
 from spider.run import Metrics, RunProgress, StopSignals, start_profiler, start_wandb
 from spider.scoring import EVAL_BYTES, Totals, score_model
 from spider.state import gather_model, materialize, model_state, on_meta
@@ -117,9 +118,18 @@ class Flags:
         choices=("auto", *PRESETS),
     )
     data_dir: str = flag("data", ".bin shards, or a mixture web:0.7,code:0.3", *DIRECTORY)
+    text: str | None = flag(
+        None,
+        "a text instead of --data_dir: a file, a folder, OWNER/NAME of the Hugging Face hub, or "
+        "pydoc; `data.py prepare` makes shards of it in data/NAME, once",
+        path_name,
+        "PATH",
+    )
     mock_data: bool = flag(False, "train on synthetic, learnable bytes instead of --data_dir")
     ckpt_dir: str = flag(
-        "checkpoints", "checkpoints and metrics.jsonl; --mock_data adds mock/", *DIRECTORY
+        "checkpoints",
+        "checkpoints and metrics.jsonl; --mock_data adds mock/, --text the text's NAME",
+        *DIRECTORY,
     )
     target_tokens: int = flag(10_000_000_000, "bytes to train on: the horizon", *BYTES)
     minutes: float | None = flag(
@@ -140,7 +150,9 @@ class Flags:
         "CHECKPOINT",
     )
     reset_steps: bool = flag(False, "with --resume: load only the weights, and begin at step 0")
-    dry_run: bool = flag(False, "print settings, memory, disk and time of the run, and stop")
+    dry_run: bool = flag(
+        False, "print settings, memory, disk and time of the run (after making shards of --text)"
+    )
     config: str | None = flag(
         None,
         "TOML file of flags; the command line and the environment override it",
@@ -319,10 +331,10 @@ class Flags:
 
 # The flags that a checkpoint does not keep: they train nothing, or stand elsewhere in it
 UNRECORDED = """
-    model ckpt_dir max_steps resume reset_steps dry_run config set n_loops grad_accum target_flops
-    target_param_data_ratio max_skipped device precision fp8_experts moe_backend compile recompute
-    shards rank_timeout deterministic ckpt_every keep_last keep_best eval_every patience
-    sample_every sample_prompt log_every run profile
+    model text ckpt_dir max_steps resume reset_steps dry_run config set n_loops grad_accum
+    target_flops target_param_data_ratio max_skipped device precision fp8_experts moe_backend
+    compile recompute shards rank_timeout deterministic ckpt_every keep_last keep_best eval_every
+    patience sample_every sample_prompt log_every run profile
 """.split()
 
 # The flags that a variable of the environment sets, too: the name in capitals
@@ -330,7 +342,7 @@ ENVIRONMENT = "data_dir target_tokens n_loops seq_len micro_batch grad_accum lr 
 
 # Mutually exclusive: one that is set with more precedence drops the others.
 HORIZONS = ("target_tokens", "minutes", "target_flops", "target_param_data_ratio")
-ALTERNATIVES = (HORIZONS, ("grad_accum", "global_batch"), ("data_dir", "mock_data"))
+ALTERNATIVES = (HORIZONS, ("grad_accum", "global_batch"), ("data_dir", "mock_data", "text"))
 
 
 class CommandLine(NamedTuple):
@@ -391,7 +403,17 @@ def parse_args(
     if len(horizons) > 1:
         raise UsageError(f"--{horizons[1]}: --{horizons[0]} already sets the horizon: give one")
 
-    flags = Flags(**given)
+    of_text: dict[str, Any] = {}
+    if "text" in given:
+        path = given["text"]
+        if path == "-" or given.keys() & {"data_dir", "mock_data"}:
+            raise UsageError(
+                "--text: give a file, a folder or a name, without --data_dir and --mock_data; for "
+                "standard input: python data.py prepare - --out data/NAME"
+            )
+        name = os.path.basename(os.path.abspath(path)).strip(".").partition(".")[0]
+        of_text = dict(data_dir=f"data/{name}", ckpt_dir=f"checkpoints/{name}")
+    flags = Flags(**of_text | given)
     if "ckpt_dir" not in given:
         flags = replace(flags, ckpt_dir=default_ckpt_dir(flags))
     return CommandLine(flags, frozenset(given), inherited)
@@ -410,9 +432,9 @@ def remaining(weaker: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
 
 
 def default_ckpt_dir(flags: Flags) -> str:
-    """Return the default of --ckpt_dir: runs on mock data, and those that start from another run's
-    weights, have their own. It is named after the other run, and the checkpoint if that is given:
-    from-RUN-spider-stepN."""
+    """Return the default of --ckpt_dir: runs on mock data or a text, and those that start from
+    another run's weights, have their own. The last is named after the other run, and the checkpoint
+    if that is given: from-RUN-spider-stepN."""
     directory = flags.ckpt_dir
     if flags.mock_data:
         directory = os.path.join(directory, "mock")
@@ -1014,6 +1036,9 @@ def main(
     device = machine.resolve_device(flags.device)
     machine.configure_torch(device, flags.deterministic)
     world.join(device, flags.shards, flags.rank_timeout)
+    if flags.text:
+        out = Path(flags.data_dir)
+        world.on_rank0(partial(prepare, [flags.text], out, Documents(), reuse=True))
     sources = [mock_source(flags.seed)] if flags.mock_data else open_data(flags.data_dir)
 
     def open_directory() -> Origin:

@@ -217,8 +217,8 @@ class Parser(argparse.ArgumentParser):
             return f"{unknown}: use {meanings[plain]}"
         if word.endswith((".toml", ".py")) and "config" in meanings:
             return f"{unknown}: give a config file, which is TOML, by --config"
-        if "data_dir" in meanings and "/" in word and not word.startswith("-"):
-            return f"{unknown}: give data by --data_dir"
+        if "text" in meanings and not word.startswith("-"):
+            return f"{unknown}: give a text by --text, shards by --data_dir"
         for nearest in difflib.get_close_matches(plain, meanings, 1, cutoff=0.8):  # misspelt
             return f"{unknown}: the nearest is {meanings[nearest]}"
         return unknown

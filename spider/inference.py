@@ -70,8 +70,8 @@ def read_checkpoint(name: str, model_class: type[Spider]) -> tuple[Path, dict]:
     path = Path(name)
     if path.is_file() and path.suffix != ".pt" and is_text(path):
         raise UsageError(
-            f"{name} is not a checkpoint but a text: to train on it, python data.py prepare "
-            f"{quoted(name)} --out data, then python train.py"
+            f"{name} is not a checkpoint but a text: to train on it, python train.py --text "
+            f"{quoted(name)}"
         )
     if path.exists() and not is_directory_of_checkpoints(path):
         saved = load_checkpoint(path)

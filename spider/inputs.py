@@ -27,6 +27,7 @@ from typing import IO, NamedTuple
 from spider import common
 from spider.common import MIB, DataError, bounded_lines
 
+PYDOC = "pydoc_data.topics"  # in place of a path: the documentation that Python carries
 COMPRESSIONS = (".gz", ".zst")
 SEPARATORS = tuple(" \t\r\n,")  # between the elements of a JSON array
 GIT_LFS = b"version https://git-lfs.github.com/spec/"
@@ -78,12 +79,18 @@ def naming(path: str | Path) -> Iterator[None]:
 
 
 def open_input(path: str, scratch: Path) -> IO[bytes]:
-    """Open a file, or standard input (-), as a file that can be sought in.
+    """Open a file, standard input (-) or PYDOC, as a file that can be sought in.
 
     A text is split by its length, so the length must be known before. Standard input, pipes and
     compressed files are therefore copied first, into an unnamed file in the directory `scratch`.
     Raise DataError for a compressed file that is damaged or cut off.
     """
+    if path == PYDOC:
+        from pydoc_data.topics import topics
+
+        paragraphs = "\n\n".join(topics.values()).split("\n\n")
+        text = "\n\n".join(dict.fromkeys(paragraphs)) + "\n"  # each once
+        return io.BytesIO(text.encode())
     if path == "-":
         return copy_of(sys.stdin.buffer, path, scratch)
     file = io.BufferedReader(io.FileIO(path), MIB)
@@ -139,12 +146,15 @@ def fault_of(head: bytes, is_text: bool, binary: bool) -> str | None:
     if head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
         return "UTF-16: convert it by `iconv -f UTF-16 -t UTF-8`"
     if is_text and 0 in head:
-        return "binary, or UTF-16 without a byte order mark: --binary takes any bytes"
+        return (
+            "binary, or UTF-16 without a byte order mark: convert a PDF or a document to text; "
+            "`train.py --data_dir` reads shards, `data.py prepare --binary` any bytes"
+        )
     in_utf_8 = len(head.decode(errors="ignore").encode())
     if is_text and in_utf_8 < 0.97 * len(head):
         return (
             "Latin-1 or another encoding that is not UTF-8: convert it by `iconv -f ENCODING -t "
-            "UTF-8` (LATIN1, CP1251, ...), or take its bytes by --binary"
+            "UTF-8` (LATIN1, CP1251, ...), or take its bytes by `data.py prepare --binary`"
         )
     return None
 
@@ -212,7 +222,9 @@ def table_rows(path: str, file: IO[bytes], field: str) -> Iterator[object]:
             file.seek(8 if is_file_format else 0)
             batches = pyarrow.ipc.open_stream(file)
             schema = batches.schema
-        check_column(field, schema.names)
+        if field not in schema.names:
+            yield without_field(field, schema.names)
+            return
         for batch in batches:
             batch.validate(full=True)  # before a damaged offset is followed
             for cell in batch.column(field):
@@ -227,8 +239,10 @@ def csv_rows(file: IO[bytes], field: str) -> Iterator[object]:
     text = io.TextIOWrapper(file, "utf-8", "surrogateescape", newline="")
     rows = csv.reader(text, strict=True)
     try:
-        names = next(rows, [])
-        check_column(field, names)
+        names = next(rows, [])  # of a file without a header, the first row is taken for one
+        if field not in names:
+            yield without_field(field, names)
+            return
         column = names.index(field)
         for row in filter(None, rows):
             is_whole = len(row) == len(names)
@@ -253,21 +267,16 @@ def hub_rows(name: str, field: str, config: str | None, split: str) -> Iterator[
         # what it would log is in the exception
         datasets.logging.set_verbosity(datasets.logging.CRITICAL)
         table = datasets.load_dataset(name, config, split=split, streaming=True)
-        check_column(field, table.column_names or [field])
+        names = table.column_names or [field]
+        if field not in names:
+            raise ValueError("".join(without_field(field, names)))
         yield from table.select_columns([field])
-
-
-def check_column(field: str, names: Collection[str]):
-    """Raise ValueError if a table has no column `field`. In a CSV file without a header, the first
-    row is taken for one."""
-    if field not in names:
-        raise ValueError("".join(without_field(field, names)))
 
 
 def without_field(field: str, names: Collection[str]) -> Fault:
     """Describe a record or a table that has fields of other names."""
     shown = ", ".join(names)[:400] or "nothing"
-    remedy = "--field NAME, or make one text of several"
+    remedy = "--field NAME (of `data.py prepare`), or make one text of several: docs/guide/data.md"
     return Fault(f"without a text in {field!r}", f": it has {shown}: {remedy}")
 
 

@@ -1,7 +1,6 @@
 """The work of `data.py prepare`: inputs become documents, and documents become shards.
 
-    documents = Documents("text", val_fraction=0.1)
-    prepare(["books.txt", "web/"], Path("data"), documents, shard_ids=128_000_000)
+    prepare(["books.txt", "web/"], Path("data/mine"), Documents())
 
 `Documents` finds the files that an argument names, reads their documents one by one, and draws the
 split of each. `ShardWriter` writes the documents of a split. How a format is read is in inputs.py.
@@ -32,6 +31,7 @@ from spider.common import (
     durable,
     locked,
     note,
+    quoted,
     refuse_address,
     say,
     sync,
@@ -39,6 +39,7 @@ from spider.common import (
 from spider.inputs import (
     COMPRESSIONS,
     MIB,
+    PYDOC,
     Fault,
     fault_of,
     hub_rows,
@@ -50,19 +51,36 @@ from spider.inputs import (
     text_of,
     uncompressed_name,
 )
-from spider.shard_files import METADATA, SPLITS, ShardEntry, files_below
+from spider.shard_files import (
+    ID_BYTES,
+    METADATA,
+    SPLITS,
+    ShardEntry,
+    files_below,
+    read_metadata,
+)
 from spider.vocabulary import BOS_ID, EOS_ID, VOCAB_SIZE
 
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")  # owner/name of a data set
 UNFINISHED = ".prepare"  # folder in --out for shards until all are complete, and for copies
 FEW = 10_000  # documents, at most, that are divided anew if a split gets too little
+SHARD_MB = 256  # size of a shard
 
 # Numbers of documents are hashes of 64 bits, but for the two parts of a text
 VALIDATES = -1
 TRAINS = 2**64
 
+# Source code and markup, as people write it. Left out are configuration, data and drawings (.yaml,
+# .toml, .xml, .svg), and notebooks.
+SOURCES = """
+    .adoc .asm .bash .bat .c .cc .clj .cmake .cpp .cs .css .cu .cuh .cxx .dart .el .ex .exs .f .f90
+    .fs .go .h .hh .hpp .hs .htm .html .java .jl .js .jsx .kt .less .lisp .lua .m .markdown .md .mjs
+    .ml .mli .mm .nim .org .pas .php .pl .pm .proto .ps1 .py .pyi .pyx .r .rb .rs .rst .s .scala
+    .scm .scss .sh .sql .sv .svelte .swift .tcl .tex .ts .tsx .v .vhd .vim .vue .zig
+""".split()
+
 # How a file is read, by its extension
-KINDS = {
+KINDS = dict.fromkeys(SOURCES, "document") | {
     ".txt": "text",
     ".jsonl": "JSON lines",
     ".ndjson": "JSON lines",
@@ -72,15 +90,19 @@ KINDS = {
     ".arrow": "table",
 }
 
+# JSON that this program writes. It is not read, so that a folder that has a run in it is the same
+# text after a step.
+WRITTEN = (METADATA, "metrics.jsonl")
+
 # --------------------------------------------------------------------------------------------------
 # Inputs become documents
 
 
 class Input(NamedTuple):
-    """A file, standard input (-) or a data set of the hub, and how it is read."""
+    """A file, standard input (-), PYDOC or a data set of the hub, and how it is read."""
 
     path: str
-    kind: str  # a value of KINDS, or document (of --ext), stdin, hub
+    kind: str  # a value of KINDS, or stdin, hub
 
     def size(self) -> int | None:
         """Return how many bytes will be read, None if that is not known before."""
@@ -102,14 +124,16 @@ class Documents:
     DataError.
     """
 
-    field: str  # the name of the JSON field or the column that has the text
-    val_fraction: float
+    field: str = "text"  # the name of the JSON field or the column that has the text
+    val_fraction: float = 0.1
     endings: tuple[str, ...] = ()  # if any: read files with these alone, a document each
     hub_config: str | None = None  # configuration of a data set of the hub
     hub_split: str = "train"  # split of a data set of the hub
     strict: bool = False
     binary: bool = False  # read any bytes as text
     skipped: Counter[str] = dataclasses.field(default_factory=Counter)  # by kind of fault
+    # files below directories that are not read because of their names, by extension
+    unread: Counter[str] = dataclasses.field(default_factory=Counter)
     # by kind of fault: all files, or the first record
     places: dict[str, list[str]] = dataclasses.field(default_factory=dict)
 
@@ -119,6 +143,8 @@ class Documents:
             return [Input("-", "stdin")]
         if os.path.exists(argument):
             return self._find_files(argument)
+        if argument == "pydoc":
+            return [Input(PYDOC, "text")]
         refuse_address(argument)
         # Neither a dead link nor a mistyped name of a file is looked up at the hub.
         is_file = os.path.lexists(argument) or self._kind_of(argument) is not None
@@ -129,13 +155,15 @@ class Documents:
     def _kind_of(self, path: str | Path) -> str | None:
         """Return how a file is read, by its name; None if it is not."""
         name = uncompressed_name(path)
+        if name in WRITTEN:
+            return None
         if self.endings:
             return "document" if name.endswith(self.endings) else None
         return KINDS.get(Path(name).suffix)
 
     def _find_files(self, argument: str) -> list[Input]:
-        """List a file, or the inputs below a directory in sorted order; say how many files are left
-        out."""
+        """List a file, or the inputs below a directory in sorted order; count other files. A file
+        that is named, and has no extension of KINDS, is read as text."""
 
         def skip_folder(error: OSError):
             if error.filename == argument:
@@ -146,22 +174,22 @@ class Documents:
         is_named = not os.path.isdir(argument)
         if not is_named:
             paths = sorted(map(Path, files_below(argument, skip_folder)))
+        default = "text" if is_named and not self.endings else None
         inputs = []
-        others: Counter[str] = Counter()
         for path in paths:
-            kind = self._kind_of(path)
+            kind = self._kind_of(path) or default
             if kind is None:
-                others[path.suffix or "without extension"] += 1
+                self.unread[path.suffix or "without extension"] += 1
             elif is_named or os.path.isfile(path) and os.access(path, os.R_OK):
                 inputs.append(Input(str(path), kind))
             else:
                 self.skip("unreadable, a dead link or no regular file", str(path))
-        if others.total() == len(paths):
-            extensions = " ".join(self.endings or KINDS)
-            raise DataError(f"{argument}: no {extensions} file; --ext names other text files")
-        if others:
-            shown = ", ".join(f"{count:,} {name}" for name, count in others.most_common(5))
-            note(f"prepare: {argument}: skipped by name: {shown}; --ext names all that are read")
+        if not inputs and not self.skipped:
+            kinds = " ".join(self.endings) or "text, code, JSON or table"
+            raise DataError(
+                f"{argument}: no {kinds} file: `data.py prepare --ext .EXT` reads other texts, "
+                f"`train.py --data_dir` shards"
+            )
         return inputs
 
     def read_all(self, inputs: Sequence[Input], scratch: Path) -> Iterator[Document]:
@@ -382,22 +410,57 @@ class ShardWriter:
         return dict(ids=sum(entry.ids for entry in self.entries), documents=documents)
 
 
-def prepare(arguments: Sequence[str], out: Path, documents: Documents, shard_ids: int):
-    """Turn inputs into shards of `shard_ids` ids and a metadata.json, in one pass.
+def prepare(
+    arguments: Sequence[str],
+    out: Path,
+    documents: Documents,
+    shard_mb: float = SHARD_MB,
+    reuse: bool = False,
+):
+    """Turn inputs into shards of `shard_mb` MB and a metadata.json, in one pass. With `reuse`, do
+    nothing if `out` has those of the same inputs, unchanged.
 
     Shards leave the folder UNFINISHED last, after metadata.json is written. So nothing that a
     killed process left is taken for data, and the next `prepare` deletes it. After an error nothing
     is left.
     """
+    path = out / METADATA
+    metadata = read_metadata(path) if path.exists() else {}
+    before = metadata.get("sources", {})
+    if reuse:
+        documents.endings = tuple(metadata.get("ext", ()))
     inputs: list[Input] = []
+    sources = {}  # by argument: a change of its files shows; those of the hub are unknown
     for argument in arguments:
-        inputs += documents.find(argument)
+        found = documents.find(argument)
+        inputs += found
+        stats = [os.stat(source.path) for source in found if os.path.exists(source.path)]
+        sources[os.path.realpath(argument) if stats else argument] = dict(
+            size=sum(stat.st_size for stat in stats),
+            modified=max((stat.st_mtime_ns for stat in stats), default=0),
+        )
+    if reuse and before == sources:
+        return
+    if documents.unread:
+        most = documents.unread.most_common(5)
+        shown = ", ".join(f"{number:,} {name}" for name, number in most)
+        note(f"prepare: skipped by name: {shown}; --ext names all that are read")
+    shard_ids = max(1, int(shard_mb * 1e6 / ID_BYTES))
     out.mkdir(parents=True, exist_ok=True)
     folder = out / UNFINISHED
     with locked(out):
         shutil.rmtree(folder, ignore_errors=True)
-        if (out / METADATA).exists() or any(out.rglob("*.bin")):
-            raise DataError(f"{out}: has shards already: use another --out, or delete it")
+        if path.exists() or any(out.rglob("*.bin")):
+            new = out
+            while new.exists():
+                new = Path(f"{new}-new")
+            origin = " ".join(before) or "unknown data"
+            change = ", which has changed since" if reuse and [*before] == [*sources] else ""
+            raise DataError(
+                f"{out}: has shards already, made from {origin}{change}: python data.py prepare "
+                f"{' '.join(map(quoted, arguments))} --out {quoted(new)}, then python train.py "
+                f"--data_dir {quoted(new)} --ckpt_dir {quoted(f'checkpoints/{new.name}')}"
+            )
         try:
             with naming(out):
                 folder.mkdir()
@@ -416,6 +479,7 @@ def prepare(arguments: Sequence[str], out: Path, documents: Documents, shard_ids
                     dtype="uint16",
                     totals=totals,
                     inputs=arguments,
+                    sources=sources,
                     field=documents.field,
                     ext=documents.endings,
                     binary=documents.binary,
@@ -425,13 +489,13 @@ def prepare(arguments: Sequence[str], out: Path, documents: Documents, shard_ids
                     skipped_at=documents.places,
                     shards=[entry._asdict() for entry in entries],
                 )
-                with durable(out / METADATA) as file:
+                with durable(path) as file:
                     json.dump(metadata, file, indent=1)
                 for entry in entries:
                     os.replace(folder / entry.name, out / entry.name)
                 sync(out)
         except BaseException:
-            for left in (out / METADATA, *out.glob("*.bin")):
+            for left in (path, *out.glob("*.bin")):
                 left.unlink(missing_ok=True)
             raise
         finally:

@@ -7,7 +7,8 @@ the shards has an entry for each of them. Shards of other programs need no metad
 import json
 import os
 from collections.abc import Callable
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from spider.common import DataError
 from spider.vocabulary import VOCAB_SIZE
@@ -15,6 +16,7 @@ from spider.vocabulary import VOCAB_SIZE
 SPLITS = ("train", "val")
 METADATA = "metadata.json"
 ID_BYTES = 2  # bytes that an id takes in a shard
+SKIPPED = (".", "node_modules", "site-packages")  # folders with such names are not entered
 
 
 class ShardEntry(NamedTuple):
@@ -34,7 +36,7 @@ def raise_error(error: OSError):
 def files_below(
     directory: str, on_unreadable: Callable[[OSError], None] = raise_error
 ) -> list[str]:
-    """List the files below a directory, sorted, without hidden names.
+    """List the files below a directory, sorted, without hidden names and installed libraries.
 
     Links are followed. A file to which several paths lead is listed once, by the first of them, and
     a directory is searched once. The error of a directory that cannot be read is passed to
@@ -49,7 +51,7 @@ def files_below(
             subfolders.clear()
             continue
         searched.add(real_folder)
-        visible = [name for name in subfolders if not name.startswith(".")]
+        visible = [name for name in subfolders if not name.startswith(SKIPPED)]
         # os.walk enters the subfolders in the order of this list. With the slash, it is that of
         # the paths of the files in them.
         subfolders[:] = sorted(visible, key=lambda name: name + "/")
@@ -66,8 +68,9 @@ def files_below(
 # metadata.json
 
 
-def read_metadata(path: str) -> list[ShardEntry]:
-    """Return the entries of a metadata.json; none if another program wrote it.
+def read_metadata(path: str | Path) -> dict[str, Any]:
+    """Return the content of a metadata.json, its `shards` as ShardEntry; no shards if another
+    program wrote it.
 
     Raise DataError if it is no JSON file, or if one of our own has an invalid entry.
     """
@@ -80,7 +83,7 @@ def read_metadata(path: str) -> list[ShardEntry]:
     except (ValueError, RecursionError) as error:
         raise DataError(f"{path}: not JSON: {error}; {remedy}") from None
     if not isinstance(metadata, dict) or metadata.get("vocab_size") != VOCAB_SIZE:
-        return []
+        return dict(shards=[])
     values = metadata.get("shards")
     if not isinstance(values, list):
         raise DataError(f"{path}: has no list of shards; {remedy}")
@@ -89,7 +92,8 @@ def read_metadata(path: str) -> list[ShardEntry]:
             raise DataError(
                 f"{path}: shard {number} has no valid name, split, ids or sha256; {remedy}"
             )
-    return [ShardEntry(*map(value.get, ShardEntry._fields)) for value in values]
+    entries = [ShardEntry(*map(value.get, ShardEntry._fields)) for value in values]
+    return metadata | dict(shards=entries)
 
 
 def is_entry(value: object) -> bool:

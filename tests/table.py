@@ -24,6 +24,7 @@ class Row(NamedTuple):
 FLAGS = """
     model               -       1b          -
     data_dir            -       a:3,b:1     -
+    text                -       -           test_command_line
     mock_data           -       -           test_command_line
     ckpt_dir            -       -           test_checkpoint
     target_tokens       4608    -           -

@@ -1,18 +1,33 @@
 """The command line as users meet it: help, start, smoke run, dry run, errors of one line."""
 
+import os
 import re
+import shutil
 import signal
 from concurrent.futures import ThreadPoolExecutor
 from importlib import metadata
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 import train
-from conftest import ROOT, SMALL, contents, has_fp8, metrics, run_python
+from conftest import (
+    ROOT,
+    SMALL,
+    STOPPED,
+    contents,
+    has_fp8,
+    last_step,
+    metrics,
+    prepare,
+    refused,
+    run_python,
+)
 from jobs import command
 from spider import machine
 from spider.checkpoint import find_checkpoints
+from spider.prepare import ShardWriter
 
 # --------------------------------------------------------------------------------------------------
 # The start
@@ -80,6 +95,74 @@ def test_a_run_in_a_thread_says_that_it_catches_no_signals_and_trains(train_smal
     with ThreadPoolExecutor(1) as pool:
         pool.submit(train_small, steps=1).result()
     assert "this run is in a thread: no signal" in new_log()
+
+
+TEXT = f"""
+    --text in/a.txt --seq_len 32 --micro_batch 2 --max_steps 1 --eval_every 0 --device cpu
+    --set {SMALL}
+"""
+
+
+@pytest.fixture
+def text(in_tmp_path) -> Path:
+    """Write a text to train on; return its path."""
+    path = Path("in/a.txt")
+    path.parent.mkdir()
+    path.write_text("a text of some words\n" * 99)
+    return path
+
+
+def test_a_text_is_prepared_once_and_its_run_resumes(text, monkeypatch):
+    for steps in (1, 2):
+        assert train.command_line([*TEXT.split(), f"--max_steps={steps}"]) == 0
+        assert last_step(Path("checkpoints/a")) == steps
+        monkeypatch.setattr(ShardWriter, "write", None)
+
+
+def test_a_text_that_was_prepared_by_hand_with_other_flags_is_used(text, new_log):
+    (text.parent / "b.md").write_text("not read")
+    prepare("in", "--val_fraction=0.5", "--ext=.txt", "--out=data/in")
+    assert train.command_line([*TEXT.split(), "--text=in"]) == 0
+    assert "data: 1,041 training and 1,042 validation ids in data/in" in new_log()
+
+
+@pytest.mark.parametrize("name", ("in/a.txt", "other/a.txt"))
+def test_a_text_that_changed_or_is_another_one_is_refused_with_the_commands_for_it(
+    text, name, capsys
+):
+    prepare(text, "--out=data/a")
+    Path("data/a-new").mkdir()
+    Path("other").mkdir()
+    shutil.copy(text, "other")
+    os.utime(name, (1, 1))
+    change = ", which has changed since" if name == "in/a.txt" else ""
+    capsys.readouterr()
+    assert refused(["--text", name], capsys) == (
+        f"train.py: error: data/a: has shards already, made from {text.resolve()}{change}: "
+        f"python data.py prepare {name} --out data/a-new-new, then "
+        f"python train.py --data_dir data/a-new-new --ckpt_dir checkpoints/a-new-new"
+    )
+
+
+def test_a_signal_while_a_text_is_prepared_ends_the_run_and_leaves_nothing(
+    text, monkeypatch, capsys
+):
+    """The signal comes last, when the shards have their names."""
+
+    def sync(path):
+        if path == Path("data/a"):
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr("spider.prepare.sync", sync)
+    assert train.command_line(TEXT.split()) == STOPPED
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last == "train.py: SIGTERM: stopped before the first step"
+    assert contents(Path("data/a")) == {}
+
+
+def test_one_of_several_ranks_prepares_a_text(text, run_on, tmp_path):
+    run_on(2, TEXT.split())
+    assert last_step(tmp_path / "checkpoints/a") == 1
 
 
 METRICS = """

@@ -137,7 +137,10 @@ PARSERS = {
         ("train.py --zzz 1 --depth=4", "unknown flag --zzz; unknown flag --depth: use --model"),
         ("train.py config/train_shakespeare_char.py --device=cpu", "by --config"),
         ("train.py --no_keep_best", "use --keep_best=False"),
-        ("train.py data/shakespeare", "unknown word data/shakespeare: give data by --data_dir"),
+        (
+            "train.py input.txt",
+            "word input.txt: give a text by --text, shards by --data_dir",
+        ),
         ("bench.py --model huge", "see python bench.py --help"),
         ("train.py --target_tokens 1M", "'1M' is not a whole number that is at least 1 (give 1e6"),
         ("train.py --target_flops 1.5k", "give 1e6 for 1M"),

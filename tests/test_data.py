@@ -297,13 +297,13 @@ def metadata(text: bytes) -> dict[str, bytes]:
 
 # (files by name, a command of data.py, a fragment of the error)
 REFUSALS = [
-    ({}, "show d", "d: no such directory; make shards by `python data.py prepare INPUT --out d`"),
-    ({"x": b"x"}, "show x", "x: a file: name the directory of a shard, or make shards of texts by"),
+    ({}, "show d", "d: no directory of shards; to train on a text: python train.py --text FILE"),
     (
-        {"d/x.txt": b"x"},
-        "show d",
-        "d: no .bin file in it; make shards of texts by `python data.py prepare d --out DIR`",
+        {"a file; touch X": b"x"},
+        "show 'a file; touch X'",
+        "X: no directory of shards; to train on a text: python train.py --text 'a file; touch X'",
     ),
+    ({"d/x.txt": b"x"}, "show d", "d: no .bin file in it; to train on a text: python train.py --t"),
     ({"d/a/x.bin": b""}, "show d", "d/a/x.bin: has 0 bytes"),
     ({"d/x.bin": b"abc"}, "show d", "d/x.bin: has 3 bytes, none or an odd number"),
     (
@@ -324,7 +324,6 @@ REFUSALS = [
     ),
     ({}, "show d:1,./d:1", "a directory is named twice"),
     ({}, "prepare - --out o", "1 empty (-)"),
-    ({}, "verify 'a dir; touch X'", "prepare INPUT --out 'a dir; touch X'`"),
     ({"x.jsonl": b"\n \n"}, "prepare x.jsonl --out o", "x.jsonl: nothing to train on: no document"),
     ({"x.txt": b"\xef\xbb\xbf"}, "prepare x.txt --out o", "1 empty (x.txt)"),
     (
@@ -334,12 +333,12 @@ REFUSALS = [
     ),
     ({}, "prepare x.txt --out o", "x.txt: no such file"),
     ({}, "prepare https://host/x.txt --out o", "x.txt: an address: download it first"),
-    ({"x.odt": b"a"}, "prepare x.odt --out o", "x.odt: no .txt .jsonl .ndjson .json .parquet"),
+    ({"in/x.log": b"a"}, "prepare in --out o", "in: no text, code, JSON or table file: `data.py"),
     ({"x.txt": b"a"}, "prepare x.txt --ext .py,.md --out o", "x.txt: no .py .md file"),
     ({}, "prepare x.txt --out o --val_fraction 1", "--val_fraction: '1' is not a number"),
     ({}, "prepare x.txt --out=", "--out: '' is not a path"),
     *(
-        ({"a.txt": b"a text", name: b"{}"}, "prepare a.txt --out o", "o: has shards already: use ")
+        ({"a.txt": b"a text", name: b"{}"}, "prepare a.txt --out o", "o: has shards already, made ")
         for name in ("o/metadata.json", "o/below/x.bin")
     ),
     ({"x.jsonl": b'"a"'}, "prepare x.jsonl --val_fraction 0.999 --out o", "lower --val_fraction"),

@@ -87,11 +87,17 @@ def test_an_alternative_flag_drops_those_of_lower_precedence(tmp_path):
     assert not command.flags.mock_data
     command = parsed("--target_flops", 1, TARGET_TOKENS="5", LR="1", SEQ_LEN="7")
     assert command.given == {"target_flops", "lr", "seq_len"}
+    command = parsed("--config", file, "--text", "a.txt", DATA_DIR="d")
+    assert "data_dir" not in command.given and not command.flags.mock_data
+    assert command.flags.data_dir == "data/a"
     file.write_text('data_dir = "d"\nkeep_best = true')
     flags = parsed("--config", file, "--mock_data=False", "--keep_best", "--keep_best=False").flags
     assert (flags.data_dir, flags.keep_best) == ("d", False)  # a switch that is off drops nothing
     with pytest.raises(UsageError, match="--target_flops: --target_tokens already sets"):
         parsed("--target_flops", 1, "--target_tokens", 5)
+    for words in ("--data_dir d", "--mock_data", "--text -"):
+        with pytest.raises(UsageError, match="--text: "):
+            parsed("--text", "a.txt", *words.split())
 
 
 @pytest.mark.parametrize(
@@ -99,6 +105,9 @@ def test_an_alternative_flag_drops_those_of_lower_precedence(tmp_path):
     (
         ("--resume a/run.pt", "checkpoints"),
         ("--mock_data --ckpt_dir mine", "mine"),
+        ("--text a/.b.txt.gz", "checkpoints/b"),
+        ("--text a/../b/", "checkpoints/b"),
+        ("--text owner/b --reset_steps --resume c.pt", "checkpoints/b/from-c"),
         ("--reset_steps --resume checkpoints/run", "checkpoints/from-run"),
         ("--reset_steps --resume checkpoints/run.v2/", "checkpoints/from-run.v2"),
         ("--reset_steps --resume checkpoints/spider-step3.pt", "checkpoints/from-spider-step3"),
@@ -276,7 +285,7 @@ def test_values_out_of_range_are_refused(word):
 EXTREMES = "1e300 1e18 4611686018427387903 1000 1 1e-46 5e-324 -0.0 0".split()
 # or a large run
 LONG = {"seq_len", "micro_batch", "grad_accum", "global_batch", "max_steps", "n_loops", "minutes"}
-TEXTS = {"data_dir", "ckpt_dir", "resume", "config", "set", "sample_prompt", "run"}
+TEXTS = {"data_dir", "text", "ckpt_dir", "resume", "config", "set", "sample_prompt", "run"}
 NUMBERS = {name for name, spec in SPECS.items() if spec["metavar"]} - LONG - TEXTS
 
 

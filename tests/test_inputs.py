@@ -105,7 +105,10 @@ def test_binary_cell_is_its_bytes_and_one_of_another_type_is_skipped(capsys):
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        ("a.parquet --field body", "without a text in 'body': it has id, text: --field NAME"),
+        (
+            "a.parquet --field body",
+            "without a text in 'body' (a.parquet:1: it has id, text: --field ",
+        ),
         ("long.csv", "field larger than field limit (2000)"),
         ("twice.arrow", "nothing is read after the end of its first stream"),
         ("owner/set", "Hugging Face hub"),  # the tests are offline

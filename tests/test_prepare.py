@@ -13,6 +13,7 @@ import sys
 from codecs import BOM_UTF8
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from pydoc_data.topics import topics
 
 import pytest
 
@@ -154,14 +155,14 @@ def mixed() -> str:
     write("in/a.txt", random_text(2500))
     texts = ["na\u00efve \u4f60\u597d \U0001f577", *("x" * n for n in range(0, 3000, 40))]
     write("in/sub/b.jsonl", "\n\n".join(map(json_line, texts)).encode())
-    for name in ("c.md", "Makefile", ".hidden.txt"):
+    for name in ("c.log", "Makefile", ".hidden.txt"):
         write(f"in/{name}", b"not data")
     return "in"
 
 
 def test_size_of_shards_does_not_change_the_stream(mixed, monkeypatch, capsys):
     prepare("in --out one")
-    line = "prepare: in: skipped by name: 1 without extension, 1 .md; --ext names all that are read"
+    line = "prepare: skipped by name: 1 without extension, 1 .log; --ext names all that are read"
     assert line in capsys.readouterr().err
     monkeypatch.setattr(inputs, "MIB", 50)  # inputs are read in pieces of a multiple of it
     prepare("in --out many --shard_mb 0.002")
@@ -187,6 +188,38 @@ def test_with_ext_each_file_is_one_document_in_sorted_order():
     write("in/x.jsonl", b"no JSON")
     assert train_texts("in --ext .py,txt,.rst") == [files[path] for path in sorted(files)]
     assert metadata("o")["skipped"] == {"empty": 1}
+
+
+def test_source_code_is_read_by_its_extension_without_libraries_and_files_of_runs(capsys):
+    files = {
+        "in/a.py": b"import b",
+        "in/data.csv": b"1,2",
+        "in/docs/a.MD": b"# A",
+        "in/lib/site-packages/c.py": b"not ours",
+        "in/metrics.jsonl": b'"not a text"',
+        "in/node_modules/c/index.js": b"not ours",
+        "in/package.json": b'{"name": "in"}',
+        "in/requirements.txt": b"torch",
+        "in/run/metadata.json": b'"not a text"',
+        "in/x.cpp": b"int x;",
+    }
+    for name, content in files.items():
+        write(name, content)
+    texts = [b"import b", b"# A", b"torch", b"int x;"]
+    assert train_texts("in") == texts
+    err = capsys.readouterr().err
+    assert "skipped 2 without a text in 'text' (first: in/data.csv:1: it has 1, 2: " in err
+    assert train_texts("in/metrics.jsonl", out="named") == [b'"not a text"']
+
+
+def test_pydoc_is_the_documentation_that_python_carries_each_paragraph_once():
+    paragraphs = "\n\n".join(topics.values()).split("\n\n")
+    text = ("\n\n".join(dict.fromkeys(paragraphs)) + "\n").encode()
+    cut = int(len(text) * 0.9)
+    prepare("pydoc --out o")
+    assert [*documents("o", "train"), *documents("o", "val")] == [text[:cut], text[cut:]]
+    write("pydoc", b"a file of this name")
+    assert train_texts("pydoc", out="file") == [b"a file of this name"]
 
 
 @pytest.mark.parametrize(
@@ -298,9 +331,9 @@ def test_file_that_is_no_text_is_skipped_by_what_it_holds_unless_binary(
     monkeypatch, capsys, content, message
 ):
     write("in/a.txt", content)
-    write("in/b.md", content)
+    write("in/b.log", content)
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(content)))
-    for command in ("in/a.txt", "in/b.md --ext .md", "-"):
+    for command in ("in/a.txt", "in/b.log", "in/b.log --ext .log", "-"):
         line = error_line(capsys, f"prepare {command} --out none")
         assert f"nothing to train on: {message}" in line
     write("in/c.txt", ENGLISH)

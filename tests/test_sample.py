@@ -377,7 +377,7 @@ def files(trained, tmp_path, monkeypatch) -> Path:
         ("text.pt", "text.pt is not a checkpoint"),
         (
             "a.txt",
-            "a.txt is not a checkpoint but a text: to train on it, python data.py prepare a.txt",
+            "a.txt is not a checkpoint but a text: to train on it, python train.py --text a.txt",
         ),
         ("empty", "empty: there is no checkpoint in it: name another"),
         ("run/spider-step3.pt --best", "is not a directory of checkpoints"),
