@@ -90,8 +90,7 @@ KINDS = dict.fromkeys(SOURCES, "document") | {
     ".arrow": "table",
 }
 
-# JSON that this program writes. It is not read, so that a folder that has a run in it is the same
-# text after a step.
+# JSON that this program writes: not read from a directory, so that a run in it changes no text.
 WRITTEN = (METADATA, "metrics.jsonl")
 
 # --------------------------------------------------------------------------------------------------
@@ -155,8 +154,6 @@ class Documents:
     def _kind_of(self, path: str | Path) -> str | None:
         """Return how a file is read, by its name; None if it is not."""
         name = uncompressed_name(path)
-        if name in WRITTEN:
-            return None
         if self.endings:
             return "document" if name.endswith(self.endings) else None
         return KINDS.get(Path(name).suffix)
@@ -173,7 +170,8 @@ class Documents:
         paths = [Path(argument)]
         is_named = not os.path.isdir(argument)
         if not is_named:
-            paths = sorted(map(Path, files_below(argument, skip_folder)))
+            below = map(Path, files_below(argument, skip_folder))
+            paths = sorted(path for path in below if path.name not in WRITTEN)
         default = "text" if is_named and not self.endings else None
         inputs = []
         for path in paths:
@@ -417,8 +415,8 @@ def prepare(
     shard_mb: float = SHARD_MB,
     reuse: bool = False,
 ):
-    """Turn inputs into shards of `shard_mb` MB and a metadata.json, in one pass. With `reuse`, do
-    nothing if `out` has those of the same inputs, unchanged.
+    """Turn inputs into shards of `shard_mb` MB and a metadata.json, in one pass. With `reuse`, for
+    train.py --text, do nothing if `out` has the shards of the same, unchanged inputs.
 
     Shards leave the folder UNFINISHED last, after metadata.json is written. So nothing that a
     killed process left is taken for data, and the next `prepare` deletes it. After an error nothing

@@ -209,7 +209,8 @@ def test_source_code_is_read_by_its_extension_without_libraries_and_files_of_run
     assert train_texts("in") == texts
     err = capsys.readouterr().err
     assert "skipped 2 without a text in 'text' (first: in/data.csv:1: it has 1, 2: " in err
-    assert train_texts("in/metrics.jsonl", out="named") == [b'"not a text"']
+    write("Makefile", b"all:")
+    assert train_texts("Makefile in/metrics.jsonl", out="named") == [b"all:", b"not a text"]
 
 
 def test_pydoc_is_the_documentation_that_python_carries_each_paragraph_once():
