@@ -151,7 +151,8 @@ class Flags:
     )
     reset_steps: bool = flag(False, "with --resume: load only the weights, and begin at step 0")
     dry_run: bool = flag(
-        False, "print settings, memory, disk and time of the run (after making shards of --text)"
+        False,
+        "print settings, memory, disk and time of the run, and stop; it makes the shards of --text",
     )
     config: str | None = flag(
         None,
