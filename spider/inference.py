@@ -69,7 +69,7 @@ def read_checkpoint(name: str, model_class: type[Spider]) -> tuple[Path, dict]:
     if path.is_file() and path.suffix != ".pt" and is_text(path):
         raise UsageError(
             f"{name} is not a checkpoint but a text: to train on it, python train.py --text "
-            f"{quoted(path)}"
+            f"{quoted(name)}"
         )
     if path.is_file() or is_export(path):
         saved = load_checkpoint(path)

@@ -406,7 +406,10 @@ def files(trained, tmp_path, monkeypatch) -> Path:
             "checkpoints: no such directory, or no checkpoint in it: name another, or train first",
         ),
         ("text.pt", "text.pt is not a checkpoint"),
-        ("a.txt", "is not a checkpoint but a text: to train on it, python train.py --text a.txt"),
+        (
+            "a.txt",
+            "a.txt is not a checkpoint but a text: to train on it, python train.py --text a.txt",
+        ),
         ("empty", "no checkpoint in it: name another, or train first: python train.py --text FILE"),
         ("run/spider-step3.pt --best", "no such directory"),
         # texts, and files to write
