@@ -1,6 +1,6 @@
 """Talk to a checkpoint, evaluate it, look inside, export it.
 
-    python sample.py  # a dialogue with the newest one in checkpoints/
+    python sample.py    # a dialogue with the newest run in checkpoints/ or below
     python sample.py checkpoints/play --prompt "ROMEO:"    # continue a text
     python sample.py checkpoints/spider-step750.pt --prompt "ROMEO:" --bytes 500 --samples 3
     head -c 2000 play.txt | python sample.py checkpoints/play --bytes 200
@@ -117,8 +117,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         "checkpoint",
         nargs="*",
         type=path_name,
-        default=["checkpoints"],
-        help="a file, an export or a directory (default: checkpoints)",
+        default=[""],
+        help="a file, an export or the directory of a run (default: the newest in checkpoints/)",
     )
     add(
         "--best",

@@ -290,6 +290,11 @@ class SavedCheckpoint(NamedTuple):
     val_loss: float | None = None  # nats per byte, if the step was evaluated
     best_loss: float = math.inf  # the lowest so far
 
+    @property
+    def val_bpb(self) -> float | None:
+        """Return the validation loss in bits per byte."""
+        return None if self.val_loss is None else self.val_loss / math.log(2)
+
 
 def saved_checkpoint(path: Path, state: dict) -> SavedCheckpoint:
     """Describe the checkpoint of a state."""

@@ -1,7 +1,7 @@
 """Run a trained model: load it, continue texts, hold a dialogue, score texts, and adapt to what it
 reads.
 
-    read_checkpoint, best_of   find and load a checkpoint, an export, or the newest of a directory
+    read_checkpoint, best_of   find and load a checkpoint, an export, or the newest of a run
     model_of, decoder_of       build the model of a checkpoint
     Sampler, complete          continue a prompt
     converse                   hold a dialogue in a terminal
@@ -59,30 +59,28 @@ if TYPE_CHECKING:
 # --------------------------------------------------------------------------------------------------
 # Loading. `saved` is the content of a checkpoint, as load_checkpoint returns it.
 
-
-def is_directory_of_checkpoints(path: Path) -> bool:
-    return path.is_dir() and not is_export(path)
+RUNS = "checkpoints"  # where train.py keeps runs by default
 
 
 def read_checkpoint(name: str, model_class: type[Spider]) -> tuple[Path, dict]:
     """Return the path and content of a checkpoint or export, or of the newest good checkpoint of a
-    directory. Raise UsageError or CheckpointError if there is none for the model class."""
-    path = Path(name)
+    run, see find_run. Raise UsageError or CheckpointError if there is none for the model class."""
+    path = Path(name or RUNS)
     if path.is_file() and path.suffix != ".pt" and is_text(path):
         raise UsageError(
             f"{name} is not a checkpoint but a text: to train on it, python train.py --text "
             f"{quoted(name)}"
         )
-    if path.exists() and not is_directory_of_checkpoints(path):
+    if path.is_file() or is_export(path):
         saved = load_checkpoint(path)
     else:
-        check_holds_checkpoints(path)
-        newest = next(good_checkpoints(path), None)
+        run, called = find_run(name)
+        newest = next(good_checkpoints(run), None)
         if newest is None:
-            raise UsageError(f"{name}: no checkpoint in it is usable: name another")
+            raise UsageError(f"{run}: no checkpoint in it is usable: name another")
         path, saved = newest
-        logger.info(f"{path}: the newest checkpoint in {name}, step {saved['step']}")
-        mention_best(Path(name), saved)
+        logger.info(f"{path}, step {saved['step']}: the newest checkpoint of {called}")
+        mention_best(run, saved)
     model = on_meta(model_class, SpiderConfig.from_saved(saved["cfg"]))
     check_weights(path, saved, model)
     return path, saved
@@ -95,18 +93,23 @@ def is_text(path: Path) -> bool:
     return b"\0" not in beginning and len(beginning) > 0
 
 
-def check_holds_checkpoints(directory: Path):
-    """Raise UsageError for a directory without checkpoints, with those below it that have some, the
-    newest first."""
-    if checkpoint_paths(directory):
-        return
-    below = sorted(directory.rglob("spider-step*.pt"), key=os.path.getmtime, reverse=True)
-    runs = list(dict.fromkeys(quoted(path.parent) for path in below))
-    remedy = "name another, or train first"
-    if runs:
-        remedy = f"name a run, the newest first: {' '.join(runs[:10])}"
-    fault = "there is no checkpoint in it" if directory.exists() else "no such file or directory"
-    raise UsageError(f"{directory}: {fault}: {remedy}")
+def find_run(name: str) -> tuple[Path, str]:
+    """Return the directory of a run, and what to call it in the log: the named directory if it has
+    checkpoints, else the newest run below it. "" stands for the newest run in RUNS or below. The
+    newest run is the one whose newest checkpoint changed last. Raise UsageError if there is no
+    run."""
+    directory = Path(name or RUNS)
+    if name and checkpoint_paths(directory):
+        return directory, name
+    found = {path.parent for path in directory.rglob("spider-step*.pt")}
+    newest = {run: paths[-1] for run in found if (paths := checkpoint_paths(run))}
+    if not newest:
+        raise UsageError(
+            f"{directory}: no such directory, or no checkpoint in it: name another, or train "
+            f"first: python train.py --text FILE"
+        )
+    run = max(newest, key=lambda run: os.path.getmtime(newest[run]))
+    return run, f"the newest run of {len(newest)} in {directory}"
 
 
 def mention_best(directory: Path, newest: dict):
@@ -117,20 +120,18 @@ def mention_best(directory: Path, newest: dict):
     best = lowest_loss(find_checkpoints(directory))
     if best is not None and best.step != newest["step"]:
         logger.info(
-            f"{best.path.name} has the lowest validation loss, {best.val_loss:.4f} nats per byte: "
+            f"{best.path.name} has the lowest validation loss, {best.val_bpb:.4f} bits per byte: "
             f"to use it, add --best"
         )
 
 
 def best_of(name: str) -> str:
-    """Return the path of the checkpoint with the lowest validation loss in a directory. Raise
-    UsageError for anything but a directory of checkpoints."""
-    directory = Path(name)
-    if not is_directory_of_checkpoints(directory):
-        raise UsageError(f"--best: {name} is not a directory of checkpoints")
-    check_holds_checkpoints(directory)
-    best = best_checkpoint(directory)
-    logger.info(f"{best.path}: lowest validation loss, {best.val_loss:.4f} nats per byte")
+    """Return the path of the checkpoint with the lowest validation loss of a run, see find_run."""
+    run, called = find_run(name)
+    best = best_checkpoint(run)
+    logger.info(
+        f"{best.path}: the lowest validation loss of {called}, {best.val_bpb:.4f} bits per byte"
+    )
     return str(best.path)
 
 

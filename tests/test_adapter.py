@@ -3,6 +3,7 @@ is a stock one. The Trainer, PEFT, TRL and lm-evaluation-harness work with it.""
 
 import json
 import math
+import re
 from dataclasses import asdict
 
 import pytest
@@ -12,7 +13,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 import sample
-from conftest import awake, small_config, text
+from conftest import awake, code_blocks, small_config, text
 from exporting import checkpoint, exported, load_model, load_tokenizer, model, spider, tokenizer
 from spider.checkpoint import load_checkpoint
 from table import EVERY_VARIANT_IN_TIME
@@ -308,6 +309,33 @@ def test_sft_trains_on_the_models_own_probabilities(exported, model, tokenizer, 
     losses = [log["loss"] for log in done.state.log_history[:3]]
     assert losses[0] == pytest.approx(expected, rel=1e-2)
     assert losses[2] < losses[0] - 0.1
+
+
+@pytest.mark.slow
+def test_the_guide_to_a_model_that_answers_trains_tables_and_added_tokens_on_answers_alone(
+    exported, tmp_path, monkeypatch, capsys
+):
+    """Every block of the page runs, with fewer steps and words."""
+    pytest.importorskip("trl")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "base").symlink_to(exported)
+    blocks = "\n".join(code_blocks("guide/a-model-that-answers.md"))
+    for size, smaller in (("=300", "=2"), ("words[:50]", "words[:1]"), ("[50:]", "[50:99]")):
+        assert blocks.count(size) == 1
+        blocks = blocks.replace(size, smaller)
+    exec(blocks, {})
+    said = re.search(r"^input:  (.*)\nlabels: (.*)$", capsys.readouterr().out, re.MULTILINE)
+    assert said[2] == "".join(re.findall(r"<\|assistant\|>(.*?<\|end\|>)", said[1]))
+    base, tuned = load_model(exported), load_model(tmp_path / "chat")
+    before, after = base.state_dict(), tuned.state_dict()
+    tables = [name for name, module in base.named_modules() if hasattr(module, "lookups")]
+    assert len(tables) == 3
+    assert all((before[f"{name}.weight"] != after[f"{name}.weight"]).any() for name in tables)
+    trained = (before["spider.embed_tokens"] != after["spider.embed_tokens"]).any(1)
+    assert trained[259:262].all()
+    assert not trained[262:].any()
+    assert 261 in tuned.generation_config.eos_token_id
+    assert 261 not in tuned.generation_config.suppress_tokens
 
 
 # --------------------------------------------------------------------------------------------------

@@ -77,8 +77,34 @@ def test_a_directory_stands_for_its_newest_intact_checkpoint(
     os.truncate(tmp_path / "spider-step3.pt", 9000)
     second = tmp_path / "spider-step2.pt"
     err = run_sample(capsys, tmp_path, "--prompt", "", "--bytes", "1").err
-    assert f"{second}: the newest checkpoint in {tmp_path}, step 2\n" in err
+    assert f"{second}, step 2: the newest checkpoint of {tmp_path}\n" in err
     assert "auto on cpu" in err
+
+
+def test_without_a_path_the_run_whose_newest_checkpoint_changed_last_is_used(
+    trained, tmp_path, monkeypatch, capsys
+):
+    """A named directory stands for itself if it is a run, else for the newest run below it."""
+    monkeypatch.chdir(tmp_path)
+    changes = {"1": 4, "a/b/1": 9, "a/b/2": 3, "a/copies/2-best": 8, "c/1": 1, "c/3": 5}
+    for name, changed in changes.items():
+        folder, _, stem = f"checkpoints/{name}".rpartition("/")
+        os.makedirs(folder, exist_ok=True)
+        path = shutil.copy(trained / f"spider-step{stem[0]}.pt", f"{folder}/spider-step{stem}.pt")
+        os.utime(path, (changed, changed))
+
+    def said(*argv) -> str:
+        return run_sample(capsys, *argv, "--prompt", "", "--bytes", "1").err
+
+    runs = "the newest run of 3 in checkpoints"
+    newest = "the newest checkpoint of"
+    assert f" checkpoints/c/spider-step3.pt, step 3: {newest} {runs}\n" in said()
+    assert f"c/spider-step3.pt: the lowest validation loss of {runs}, " in said("--best")
+    assert f"/spider-step1.pt, step 1: {newest} checkpoints\n" in said("checkpoints")
+    below = f"checkpoints/a/b/spider-step2.pt, step 2: {newest} the newest run of 1"
+    assert f"{below} in checkpoints/a\n" in said("checkpoints/a")
+    os.truncate("checkpoints/c/spider-step3.pt", 9000)
+    assert f"c/spider-step1.pt, step 1: {newest} {runs}\n" in said()
 
 
 def test_control_characters_are_escaped_unless_raw(trained, writes, capsysbinary):
@@ -219,9 +245,11 @@ def test_a_better_checkpoint_than_the_newest_is_named(trained, tmp_path, capsys)
 
     save(1, loss=1.25, best=1.25)
     save(3, loss=1.5, best=1.25)
-    hint = "spider-step1.pt has the lowest validation loss, 1.2500 nats per byte: to use it, add"
+    hint = "spider-step1.pt has the lowest validation loss, 1.8034 bits per byte: to use it, add"
     assert f"{hint} --best\n" in lines()
-    assert "spider-step1.pt: lowest validation loss" in lines("--best")
+    assert f"spider-step1.pt: the lowest validation loss of {tmp_path}, 1.8034 bits" in lines(
+        "--best"
+    )
     save(3, loss=None, best=1.25)
     assert hint in lines()
     (tmp_path / "spider-step1.pt").unlink()
@@ -373,14 +401,17 @@ def files(trained, tmp_path, monkeypatch) -> Path:
         ("run --stop=", "--stop: an empty text would end every sample"),
         ("run --n_loops 4097", "--n_loops: '4097' is not a whole number that is at least 1"),
         # checkpoints
-        ("", "checkpoints: no such file or directory: name another, or train first"),
+        (
+            "",
+            "checkpoints: no such directory, or no checkpoint in it: name another, or train first",
+        ),
         ("text.pt", "text.pt is not a checkpoint"),
         (
             "a.txt",
             "a.txt is not a checkpoint but a text: to train on it, python train.py --text a.txt",
         ),
-        ("empty", "empty: there is no checkpoint in it: name another"),
-        ("run/spider-step3.pt --best", "is not a directory of checkpoints"),
+        ("empty", "no checkpoint in it: name another, or train first: python train.py --text FILE"),
+        ("run/spider-step3.pt --best", "no such directory"),
         # texts, and files to write
         ("run --eval empty.txt", "empty.txt: empty"),
         ("run --eval no.jsonl", "no.jsonl:1: without a text in 'text': it has a: --field NAME"),
@@ -398,19 +429,6 @@ def test_what_cannot_be_done_is_refused_in_a_line_with_the_remedy(files, capsys,
     line = refused(words, capsys, program="sample.py", main=sample.main)
     assert remedy in line
     assert sorted(files.rglob("*")) == before
-
-
-def test_runs_below_a_directory_are_named_the_newest_first(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    for name, modified in (("old", 1), ("a b", 3), ("mock/from-x", 2)):
-        path = tmp_path / "checkpoints" / name / "spider-step1.pt"
-        path.parent.mkdir(parents=True)
-        path.touch()
-        os.utime(path, (modified, modified))
-    runs = "the newest first: 'checkpoints/a b' checkpoints/mock/from-x checkpoints/old"
-    for argv in ([], ["--best"]):
-        line = refused(argv, capsys, program="sample.py", main=sample.main)
-        assert line.endswith(runs)
 
 
 def test_every_command_names_a_ruined_weight(files, capsys):
