@@ -318,8 +318,8 @@ def rates(plan: "Plan", peak: float) -> tuple[float, float]:
     """Return the bytes/s that matrix products alone allow, and those to expect of a GPU.
 
     To expect is that all else takes as long as products in bf16, and that the host keeps up with
-    the GPU: docs/results/performance.md has both by kernels, for `1b`. peak: FLOP/s of products in
-    bf16.
+    the GPU: docs/results/gpu-estimates.md has both by kernels, for `1b`. peak: FLOP/s of products
+    in bf16.
     """
     flags = plan.flags
     shape = (plan.config.bytes_per_segment, flags.n_loops, flags.seq_len)

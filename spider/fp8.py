@@ -11,7 +11,7 @@ the kernel that computes the numbers:
                              larger ones saturate
 
 Both are powers of two, which round nothing. Weights, and the inputs of o_proj, down_proj and
-core.out_proj, have dynamic scales. docs/results/performance.md has the loss with both kinds.
+core.out_proj, have dynamic scales. docs/results/gpu-estimates.md has the loss with both kinds.
 """
 
 import math

@@ -74,7 +74,7 @@ class WideLinear(Linear):
 class WideProduct(torch.autograd.Function):
     """Multiply bf16 x [M, D] by an fp32 weight [F, D] to fp32 [M, F]: as exactly as fp32 does, but
     on the tensor cores of bf16, which are more than ten times as fast. An fp32 product would make a
-    step of `1b` 2% longer (docs/results/performance.md).
+    step of `1b` 2% longer (docs/results/gpu-estimates.md).
 
     An fp32 number is the sum of three terms in bf16, of 8 bits each. Products of two bf16 numbers
     are exact in fp32, which also sums them. So this is one product with three times the columns.
