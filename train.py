@@ -63,14 +63,7 @@ from spider.config import BACKENDS, OPTIMIZERS, PRESETS, RANGES, RECOMPUTE, SEQ_
 from spider.curves import REDRAW_SECONDS, write_curves
 from spider.distributed import Sharded, World, shard_model, sharding_of
 from spider.fp8 import convert_to_fp8, describe_fp8
-from spider.log import (
-    StepLog,
-    describe_choices,
-    describe_model,
-    describe_recipe,
-    log_end,
-    log_next,
-)
+from spider.log import StepLog, describe_recipe, describe_run, log_end
 from spider.noise import step_seed
 from spider.optim import Optimizers
 from spider.plan import (
@@ -907,8 +900,6 @@ def train_step(
 # Evaluation and samples
 
 SAMPLE_START = 64  # bytes of held-out text, the default prompt of a sample
-PROMPT_SHOWN = 40  # last characters of a prompt
-LAST_SAMPLE = 64  # bytes of the sample at a run's end
 
 Validation = Mapping[str, tuple[Tensor, Tensor]]  # ids and labels [n, T] of each source
 
@@ -963,10 +954,10 @@ def log_sample(model: Spider, step: int, flags: Flags, validation: Validation, n
     try:
         generated = whole.generate(prompt, n_bytes, generator=generator, n_loops=flags.n_loops)
         text = decode(list(generated))
-        logger.info(f"step {step} continues {decode(prompt)[-PROMPT_SHOWN:]!r}:")
+        logger.info(f"step {step} continues {decode(prompt)[-40:]!r}:")
         for line in text.split("\n"):
             logger.info(f"    {line.expandtabs()}")
-    except Exception as fault:  # ruined weights, a full memory, a subclass that cannot decode, ...
+    except (FloatingPointError, UsageError) as fault:
         logger.warning(f"step {step}: no sample: {fault}")
     whole.train()
 
@@ -1046,14 +1037,13 @@ def main(
 
     # ----------------------------------------------------------------------------------------------
     # What was chosen, and whether there is something to do
-    remarks = [describe_model(plan, world), *map(str, sources)]
-    choices = describe_choices(plan, command.inherited)
+    remarks = describe_run(plan, sources, last_step, command.inherited, world)
     rate_of = partial(lr_factor, horizon=horizon, flags=flags)
     warnings = horizon_warnings(plan, loader, horizon, rate_of)
     if flags.dry_run:
         if not world.is_rank0:
             return 0
-        remarks += choices + describe_recipe(plan)
+        remarks += describe_recipe(plan)
         remarks += [f"warning: {line}" for line in warnings]
         return print_dry_run(plan, remarks, world, partial(time_steps, plan, world, loader))
     if progress.step >= last_step or progress.out_of_patience(flags.patience):
@@ -1061,13 +1051,9 @@ def main(
         # A signal may have kept it from the evaluation of its last step.
         evaluated = progress.metrics is None or "val_loss" in progress.metrics
         if evaluated or not flags.eval_every or progress.step != last_step:
-            log_end(plan, progress, "nothing left to train")
-            log_next(plan, progress, horizon)
+            log_end(plan, progress, horizon, "nothing left to train")
             return 0  # without a change to any file
-    remarks.append(
-        f"run: {last_step:,} steps of {plan.step_bytes:,} bytes, saved in {flags.ckpt_dir}"
-    )
-    for line in (*remarks, *choices):
+    for line in remarks:
         logger.info(line)
     _, lacking = estimate.describe_needs(plan, world)
     for line in lacking:
@@ -1167,10 +1153,10 @@ def main(
                 tracker.log(progress.metrics, step=step)
 
             # Once in a while, and at the end of the run: draw the curves
-            is_stale = time.perf_counter() > drawn + REDRAW_SECONDS
-            if metrics_file and evaluates and is_stale and not is_last:
+            seconds = time.perf_counter() - drawn
+            if metrics_file and evaluates and not is_last and seconds > REDRAW_SECONDS:
                 stop.may_interrupt(partial(write_curves, directory, ends=False))
-                drawn = time.perf_counter()
+                drawn += seconds
 
         # Once in a while: save. `ends` is asked once: a signal may arrive at any time.
         ends = is_last or stop.agreed is not None or progress.out_of_patience(flags.patience)
@@ -1225,10 +1211,17 @@ def main(
             f"resumes"
         )
     progress.check_divergence(1)
-    log_end(plan, progress, estimate.describe_duration(time.perf_counter() - log.began))
-    if not flags.sample_every:  # else the loop has logged one
-        stop.may_interrupt(partial(log_sample, model, step, flags, validation, LAST_SAMPLE))
-    log_next(plan, progress, horizon)
+
+    def log_last_sample():
+        if flags.sample_every:  # the loop has logged one
+            return
+        try:
+            log_sample(model, step, flags, validation, n_bytes=64)
+        except Exception as fault:  # such as a full memory, which must not fail the run
+            logger.warning(f"no sample: {fault}")
+
+    duration = estimate.describe_duration(time.perf_counter() - log.began)
+    log_end(plan, progress, horizon, duration, partial(stop.may_interrupt, log_last_sample))
     return 0
 
 

@@ -5,7 +5,7 @@ metrics.jsonl and wandb, which have every step, are in run.py."""
 import math
 import shlex
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 import torch
@@ -23,25 +23,28 @@ from spider_model import Spider
 # What was chosen
 
 
-def describe_model(plan: Plan, world: World) -> str:
-    """Describe the model and what it trains on, for a run's first line."""
+def describe_run(
+    plan: Plan,
+    sources: Iterable[object],
+    last_step: int,
+    inherited: Mapping[str, Mapping[str, object]],
+    world: World,
+) -> list[str]:
+    """Return the first lines of the log: what trains on what, for how long; what `auto` and
+    --minutes chose; what was set elsewhere.
+
+    sources: the data. inherited: the flags that the environment and --config set."""
+    flags = plan.flags
     parameters = sum(p.numel() for p in plan.model.parameters()) / 1e6
     hardware = f"{world.device}, {torch.get_num_threads()} threads"
     if world.device.type == "cuda":
         hardware = torch.cuda.get_device_name(world.device).removeprefix("NVIDIA ")
     if world.ranks > 1:
         hardware += f", {world.ranks} ranks"
-    return (
-        f"model {plan.recipe}, {parameters:.3g}M parameters, {plan.flags.n_loops} loops; {hardware}"
-    )
-
-
-def describe_choices(plan: Plan, inherited: Mapping[str, Mapping[str, object]]) -> list[str]:
-    """Return lines that say what `auto` and --minutes chose, and what was set elsewhere.
-
-    inherited: the flags that the environment and --config set."""
-    flags = plan.flags
     lines = [
+        f"model {plan.recipe}, {parameters:.3g}M parameters, {flags.n_loops} loops; {hardware}",
+        *map(str, sources),
+        f"steps: {last_step:,} of {plan.step_bytes:,} bytes, saved in {flags.ckpt_dir}",
         f"chosen: {flags.precision}, compile {flags.compile}, {flags.moe_backend} experts, "
         f"{flags.optimizer}, recompute {flags.recompute}",
         *plan.reasons,
@@ -54,28 +57,19 @@ def describe_choices(plan: Plan, inherited: Mapping[str, Mapping[str, object]]) 
 
 
 def describe_recipe(plan: Plan) -> list[str]:
-    """Return lines of the dry run that say what follows from the recipe."""
-    flags = plan.flags
-    lines = [
-        f"a step of {plan.step_bytes:,} bytes: --micro_batch {flags.micro_batch} --grad_accum "
-        f"{flags.grad_accum}"
-    ]
+    """Return lines of the dry run with the flags that the recipe decided, and why --lr is so."""
+    names = (plan.defaults.values.keys() | plan.defaults.rules.keys()) - plan.given
+    settings = {name: value for name, value in vars(plan.flags).items() if name in names}
+    lines = describe_settings(f"recipe of {plan.recipe}", settings)
     if "lr" in plan.defaults.rules:
         lines.append(describe_rate(plan))
-    return lines + describe_settings(f"recipe of {plan.recipe}", set_by_recipe(plan))
+    return lines
 
 
 def describe_settings(source: str, settings: Mapping[str, object]) -> list[str]:
     """Return a line with flags as on the command line, or none."""
     words = [as_argument(name, value) for name, value in settings.items()]
     return [f"{source}: {' '.join(words)}"] if words else []
-
-
-def set_by_recipe(plan: Plan) -> dict[str, object]:
-    """Return the flags whose values the recipe decided."""
-    names = (plan.defaults.values.keys() | plan.defaults.rules.keys()) - plan.given
-    names -= {"micro_batch", "global_batch"}  # which describe_recipe has
-    return {name: value for name, value in vars(plan.flags).items() if name in names}
 
 
 def describe_rate(plan: Plan) -> str:
@@ -126,11 +120,9 @@ class StepLog:
             return True
         if self.plan.flags.log_every:
             return step % self.plan.flags.log_every == 0
-        steps = step - self.logged_step
         seconds = now - self.logged
-        if seconds >= LONGEST_SILENCE:
-            return True
-        return seconds >= LOG_SECONDS and steps * LOG_LINES >= self.last_step
+        is_hundredth = (step - self.logged_step) * LOG_LINES >= self.last_step
+        return seconds >= LONGEST_SILENCE or (seconds >= LOG_SECONDS and is_hundredth)
 
     def log(self, events: StepEvents):
         """Log the last step, if a line is due, and its events."""
@@ -174,10 +166,12 @@ def odd_step_line(progress: RunProgress, plan: Plan) -> str:
 # The end
 
 
-def log_end(plan: Plan, progress: RunProgress, how: str):
-    """Log what a run that has ended by itself gave, and where it is.
+def log_end(
+    plan: Plan, progress: RunProgress, horizon: int, how: str, log_sample: Callable = lambda: None
+):
+    """Log what a run that has ended by itself gave, where it is, and what a user can do next.
 
-    how: the last words of the line, such as "0:00:12"."""
+    how: the last words of the line, such as "0:00:12". log_sample: shows what the model writes."""
     found = ""
     best = progress.best_loss
     last = (progress.metrics or {}).get("val_loss")
@@ -189,10 +183,7 @@ def log_end(plan: Plan, progress: RunProgress, how: str):
     path = checkpoint_path(Path(plan.flags.ckpt_dir), progress.step)
     if path.exists():  # not on other hosts
         logger.info(f"checkpoint: {path}, {path.stat().st_size / 1e6:,.0f} MB")
-
-
-def log_next(plan: Plan, progress: RunProgress, horizon: int):
-    """Log what a user can do after a run that has ended by itself."""
+    log_sample()
     if plan.model_class is Spider:  # sample.py loads no other
         logger.info(f"next: python sample.py {quoted(plan.flags.ckpt_dir)}")
     logger.info(how_to_train_longer(plan, progress, horizon))

@@ -116,8 +116,7 @@ def settle(
         reasons=tuple(reasons),
         checkpoint_size=sum(estimate.state_size(model, flags.optimizer)),
     )
-    if not flags.minutes or origin.resumes:  # else with_minutes limits them
-        plan = with_evaluations(plan, held_out, origin)
+    plan = with_evaluations(plan, held_out, origin)
     return with_memory(plan, splits, world)
 
 
@@ -293,9 +292,8 @@ def with_evaluations(plan: Plan, held_out: int, origin: Origin = FROM_SCRATCH) -
     evaluations = math.ceil(plan.horizon / eval_every)  # one at the last step
     eval_tokens = flags.eval_tokens
     # A run that has evaluated this many so far continues to.
-    unchanged = origin.resumes and origin.flags.get("eval_tokens") == eval_tokens
-    is_kept = unchanged or "eval_tokens" in plan.given
-    if evaluations * n_bytes > affordable and not is_kept:
+    is_kept = origin.resumes and origin.flags.get("eval_tokens") == eval_tokens
+    if evaluations * n_bytes > affordable and not is_kept and "eval_tokens" not in plan.given:
         eval_tokens = max(1, affordable // evaluations)
     return replace(plan, flags=replace(flags, eval_every=eval_every, eval_tokens=eval_tokens))
 

@@ -354,6 +354,13 @@ def test_a_run_ends_with_a_sample_that_continues_a_prompt_or_held_out_text(
         lines = log.partition(f"step 2 continues {prompt!r}:\n")[2].splitlines()
         assert [line.partition(" ")[2] for line in lines[:2]] == ["    a", "    \\x1bb      c"]
 
+    class Broken(Spider):
+        def generate(self, *_, **__):
+            raise RuntimeError("not for decoding")
+
+    train_small(steps=2, ckpt="broken", model=Broken)
+    assert "no sample: not for decoding" in new_log()
+
 
 def test_a_sample_has_the_loops_of_training_and_leaves_the_model_training_also_if_it_fails():
     model = awake(small_config())
