@@ -38,7 +38,7 @@ def describe_run(
     parameters = sum(p.numel() for p in plan.model.parameters()) / 1e6
     hardware = f"{world.device}, {torch.get_num_threads()} threads"
     if world.device.type == "cuda":
-        hardware = torch.cuda.get_device_name(world.device).removeprefix("NVIDIA ")
+        hardware = torch.cuda.get_device_name(world.device)
     if world.ranks > 1:
         hardware += f", {world.ranks} ranks"
     lines = [
