@@ -217,11 +217,8 @@ class Source:
     held_out: bool = False  # whether `val` is the end of the training shards
 
     def __str__(self) -> str:
-        n_val = f"{len(self.val):,}" if len(self.val) else "no"
-        line = f"data: {len(self.train):,} training and {n_val} validation ids in {self.name}"
-        if self.held_out:
-            line += " (the end of its data, held out: it has no validation shard)"
-        return line
+        whose = "its last " if self.held_out else ""
+        return f"data: {len(self.train):,} ids in {self.name}, {whose}{len(self.val):,} to validate"
 
 
 def open_data(spec: str) -> list[Source]:

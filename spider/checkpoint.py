@@ -544,10 +544,7 @@ class CheckpointWriter:
             )
             return False
         in_background = time.perf_counter() - began
-        logger.info(
-            f"saved {path}: {1e3 * in_loop:.0f} ms in the loop, {in_background:.1f} s in the "
-            f"background"
-        )
+        logger.info(f"saved {path} in {in_loop:.1f} + {in_background:.1f} s")
         self._retain(saved_checkpoint(path, state))
         return True
 

@@ -109,18 +109,19 @@ def draw_curves(out: Path, labels: list[str], runs: list[Curves]):
         figure.savefig(file, dpi=90, format="png")
 
 
-def write_curves(directory: Path, signal: int | None):
-    """Draw curves.png at a run's end, if matplotlib is installed; not after a signal, when time is
-    for saving."""
-    if signal is not None:
-        return
+REDRAW_SECONDS = 60.0  # between drawings of a run, each of which takes a second or more
+
+
+def write_curves(directory: Path, ends: bool):
+    """Draw curves.png of a run, if matplotlib is installed, and log the path when the run ends."""
     out = directory / "curves.png"
     try:
         curves = read_curves(directory)
         if curves:
             with quiet():
                 draw_curves(out, [directory.absolute().name], [curves])
-            logger.info(f"curves: {out}")
+            if ends:
+                logger.info(f"curves: {out}")
     except ModuleNotFoundError:
         pass
     except Exception as fault:  # broken installation or full disk, which must not fail the run

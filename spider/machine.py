@@ -103,22 +103,16 @@ def why_no_code(capability: tuple[int, int], architectures: Sequence[str]) -> st
 
 
 def resolve_compile(name: str, device: torch.device) -> tuple[bool, str]:
-    """Decide whether to compile the layers; return that and, for `auto`, why.
+    """Decide whether to compile the layers; return that and, if `auto` cannot, why.
 
     Raise UsageError if --compile on does not work here.
     """
-    if name == "off":
+    if name == "off" or (name == "auto" and device.type == "cpu"):  # where that takes minutes
         return False, ""
-    if name == "auto" and device.type == "cpu":
-        return False, "not compiled: on a CPU that takes minutes (--compile on)"
     obstacle = obstacle_to_compile(device)
-    if name == "on":
-        if obstacle:
-            raise UsageError(f"--compile: {obstacle}; or use --compile off")
-        return True, ""
-    if obstacle:
-        return False, obstacle
-    return True, "torch.compile passed a test"
+    if name == "on" and obstacle:
+        raise UsageError(f"--compile: {obstacle}; or use --compile off")
+    return obstacle is None, obstacle or ""
 
 
 def obstacle_to_compile(device: torch.device) -> str | None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from data import Loader, Source, StepLayout
+from data import Loader, StepLayout
 from spider import estimate, machine
 from spider.checkpoint import FROM_SCRATCH, Origin, check_weights
 from spider.common import LARGEST, UsageError, say
@@ -76,12 +76,13 @@ def settle(
     world: World,
     origin: Origin = FROM_SCRATCH,
     model_class: type[Spider] = Spider,
+    held_out: int = 0,
 ) -> Plan:
     """Resolve a command line into the plan of a run.
 
-    recipes: the defaults of each model. origin: the checkpoint to begin with. Raise UsageError for
-    flags that contradict one another or that this machine does not support, and CheckpointError for
-    a checkpoint of another model."""
+    recipes: the defaults of each model. origin: the checkpoint to begin with. held_out: bytes of
+    validation data. Raise UsageError for flags that contradict one another or that this machine
+    does not support, and CheckpointError for a checkpoint of another model."""
     given = command.given
     # On unlike GPUs ranks may choose differently.
     choose = partial(recipe_of, command.flags.model, origin, world.device)
@@ -115,6 +116,7 @@ def settle(
         reasons=tuple(reasons),
         checkpoint_size=sum(estimate.state_size(model, flags.optimizer)),
     )
+    plan = with_evaluations(plan, held_out, origin)
     return with_memory(plan, splits, world)
 
 
@@ -271,34 +273,48 @@ def with_horizon(flags: "Flags", given: Set[str], recipe: "Recipe", model: Spide
     return flags
 
 
-EVALUATIONS = 10  # of a run by the recipes' rule, train.ten_evaluations
+def with_evaluations(plan: Plan, held_out: int, origin: Origin = FROM_SCRATCH) -> Plan:
+    """Limit evaluations to a sixth of the training, if the recipe or --minutes chooses how many
+    there are: fewer of them, at least one, and then fewer bytes in each.
 
-
-def with_minutes(plan: Plan, sources: Sequence[Source], rate: float) -> Plan:
-    """Choose --target_tokens and --eval_tokens for a run of --minutes at `rate` bytes/s. What was
-    chosen counts as given from then on.
-
-    An evaluation costs a third of training per byte, and reads at most the held-out bytes that
-    there are. All evaluations get at most a quarter of the time, unless --eval_tokens is given."""
+    An evaluated byte costs a third of a trained one. Only the horizon counts, not --max_steps: a
+    run that resumes with more steps evaluates like an uninterrupted one."""
     flags = plan.flags
-    assert flags.minutes is not None
-    total = 60 * flags.minutes * rate  # bytes that can be read
-    held_out = sum(len(source.val) for source in sources)
+    by_rule = "eval_every" in plan.defaults.rules.keys() - plan.given
+    if not flags.eval_every or not (by_rule or flags.minutes):
+        return plan
+    affordable = flags.target_tokens // 2  # bytes of all evaluations
+    n_bytes = max(1, min(flags.eval_tokens, held_out))
+    eval_every = flags.eval_every
+    if by_rule:
+        most = max(1, affordable // n_bytes)
+        eval_every = max(eval_every, math.ceil(plan.horizon / most))
+    evaluations = math.ceil(plan.horizon / eval_every)  # one at the last step
     eval_tokens = flags.eval_tokens
-    evaluations: float = EVALUATIONS
-    by_rule = "eval_every" in plan.defaults.rules and "eval_every" not in plan.given
-    if flags.eval_every and not by_rule:
-        evaluations = max(1, total / (flags.eval_every * plan.step_bytes))  # one at the end
-    if "eval_tokens" not in plan.given:
-        eval_tokens = max(1, min(eval_tokens, held_out, int(0.75 * total / evaluations)))
-    target = total
-    if flags.eval_every:
-        target = total - evaluations * min(eval_tokens, held_out) / 3
-    target_tokens = max(plan.step_bytes, int(min(target, LARGEST)))
-    flags = replace(flags, target_tokens=target_tokens, eval_tokens=eval_tokens)
-    given = plan.given | {"target_tokens", "eval_tokens"}
-    flags = with_horizon(flags, given, plan.defaults, plan.model)
-    return replace(plan, flags=flags, given=given)
+    # A run that has evaluated this many so far continues to.
+    is_kept = origin.resumes and origin.flags.get("eval_tokens") == eval_tokens
+    if evaluations * n_bytes > affordable and not is_kept and "eval_tokens" not in plan.given:
+        eval_tokens = max(1, affordable // evaluations)
+    return replace(plan, flags=replace(flags, eval_every=eval_every, eval_tokens=eval_tokens))
+
+
+def with_minutes(plan: Plan, held_out: int, rate: float) -> Plan:
+    """Choose --target_tokens, and what follows from it, for a run of --minutes at `rate` bytes/s.
+    The horizon counts as given from then on."""
+    assert plan.flags.minutes is not None
+    total = int(min(60 * plan.flags.minutes * rate, LARGEST))  # bytes that can be read
+    given = plan.given | {"target_tokens"}
+
+    def with_target(target: int) -> Plan:
+        flags = replace(plan.flags, target_tokens=max(plan.step_bytes, target))
+        flags = with_horizon(flags, given, plan.defaults, plan.model)
+        return with_evaluations(replace(plan, flags=flags, given=given), held_out)
+
+    longer = with_target(total)  # its evaluations cost no less
+    if longer.flags.eval_every:
+        evaluations = math.ceil(longer.horizon / longer.flags.eval_every)
+        total -= evaluations * min(longer.flags.eval_tokens, held_out) // 3
+    return with_target(total)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -380,9 +396,8 @@ def horizon_warnings(
     epochs = (flags.target_tokens * loader.share / loader.targets).max()
     if epochs > MAX_EPOCHS:
         warnings.append(
-            f"--target_tokens {flags.target_tokens:,} is {epochs:,.0f} epochs, in which the model "
-            f"memorizes the data: use at most {int(flags.target_tokens * MAX_EPOCHS / epochs):,}, "
-            f"or more data"
+            f"{epochs:,.0f} epochs memorize the data: use --target_tokens "
+            f"{int(flags.target_tokens * MAX_EPOCHS / epochs)}, or more data"
         )
     smallest = plan.ranks * flags.seq_len  # bytes of a step
     if horizon < MIN_STEPS and plan.step_bytes > smallest:
@@ -402,21 +417,19 @@ def horizon_warnings(
         )
     if flags.warmup_steps >= last:
         warnings.append(
-            f"the warm-up is not over at step {last:,}, where the learning rate is "
-            f"{last_rate:.0%} of the peak: lower --warmup_steps from {flags.warmup_steps:,} to "
-            f"{last // 5:,}"
+            f"step {last} is in the warm-up, at {last_rate:.0%} of the peak: lower --warmup_steps "
+            f"to {last // 5}"
         )
     elif last < horizon and last_rate > HIGH_AT_END * least_rate:
         warnings.append(
-            f"--max_steps {flags.max_steps:,} ends the run at {last_rate:.0%} of the peak "
-            f"learning rate, which decays over {horizon:,} steps: use --target_tokens "
-            f"{flags.max_steps * plan.step_bytes} for a better loss"
+            f"--max_steps {flags.max_steps} ends at {last_rate:.0%} of the peak rate: use "
+            f"--target_tokens {flags.max_steps * plan.step_bytes}"
         )
     return warnings
 
 
 def rise_warning(progress: RunProgress, rate: float, horizon: int) -> list[str]:
-    """Return a warning if a run resumes at a much higher learning rate than it had.
+    """Return warnings if a run resumes at a much higher learning rate than it had.
 
     This happens when its horizon is raised after the rate has fallen. The warm-up is no such rise:
     the last step's rate is compared with `rate`, what it would be by the present schedule."""
@@ -424,9 +437,8 @@ def rise_warning(progress: RunProgress, rate: float, horizon: int) -> list[str]:
     if not before or rate < MUCH_HIGHER * before:
         return []
     return [
-        f"the learning rate rises from {before:.2e} to {rate:.2e}: the loss rises at first, and "
-        f"falls below that of the run so far only towards step {horizon:,}; in a new --ckpt_dir, "
-        f"by --resume, the checkpoints so far would be kept"
+        f"the learning rate rises from {before:.2e} to {rate:.2e}, and the loss with it",
+        f"the loss falls below that of the run so far only towards step {horizon}",
     ]
 
 

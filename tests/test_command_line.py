@@ -170,10 +170,12 @@ METRICS = """
     aux_loss z_loss ponder_loss core_loss surprise_loss
 """.split()
 LOGGED = (
-    "model tiny",
-    "expert backend grouped",
-    "optimizer muon",
-    "bytes/segment",
+    "model tiny, 93.9M parameters, 1 loops; cpu, ",
+    "data: 1,005,806 ids in mock, 70,053 to validate",
+    "steps: 20 of 256 bytes, saved in checkpoints/mock",
+    "compile off, grouped experts, muon, recompute nothing",
+    "checkpoint: checkpoints/mock/spider-step20.pt, 394 MB",
+    "step 20 continues '",
     "next: python sample.py checkpoints/mock",
 )
 
@@ -184,6 +186,7 @@ def test_smoke_run_learns_and_leaves_a_checkpoint_and_metrics(tmp_path):
     assert done.returncode == 0, done.stderr
     assert [words for words in LOGGED if words not in done.stderr] == []
     assert re.search(r"step 20/20 .* ETA 0:00:00", done.stderr)
+    assert max(map(len, done.stderr.splitlines())) <= 80
     directory = tmp_path / "checkpoints" / "mock"
     assert (directory / "spider-step20.pt").exists()
     assert not find_checkpoints(tmp_path / "checkpoints")

@@ -2,7 +2,6 @@
 
 import json
 import math
-import signal
 import sys
 import warnings
 from pathlib import Path
@@ -10,6 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import train
+from conftest import STOPPED, signal_in_step
 from spider import curves
 from spider.common import UsageError
 from spider.curves import draw_curves
@@ -93,26 +94,33 @@ def curves_are_drawn(monkeypatch):
     monkeypatch.setattr(curves, "draw_curves", draw_curves)
 
 
-def test_a_run_draws_its_curves_at_its_end_and_never_fails_for_them(
+def test_a_run_draws_its_curves_and_never_fails_for_them(
     tmp_path, monkeypatch, train_small, new_log, curves_are_drawn
 ):
-    directory = train_small(steps=2)
+    """At its end; once in a while at an evaluation, here that of step 2; not after a signal."""
+    monkeypatch.setattr(train, "REDRAW_SECONDS", 0.0)
+    with signal_in_step(3):
+        directory = train_small("--eval_every 2", status=STOPPED, steps=4)
     picture = directory / "curves.png"
-    assert "could not draw" not in new_log()
+    assert "curves: " not in new_log()
     assert picture.read_bytes().startswith(b"\x89PNG")
     picture.unlink()
-    curves.write_curves(directory, signal.SIGTERM)
+    with signal_in_step(1):
+        train_small("--eval_every 9", status=STOPPED, steps=6)
     assert not picture.exists()
-    curves.write_curves(tmp_path, None)  # where there is no step
+    train_small("--eval_every 9", steps=5)
+    assert new_log().count(f"curves: {picture}") == 1
+    picture.unlink()
+    curves.write_curves(tmp_path, ends=True)  # where there is no step
     assert not (tmp_path / "curves.png").exists()
     with monkeypatch.context() as patch:  # as if it were not installed
         for name in ("matplotlib", "matplotlib.figure"):
             patch.setitem(sys.modules, name, None)
-        train_small(steps=3)
+        train_small(steps=6)
     assert "could not draw" not in new_log()
     assert not picture.exists()
     picture.mkdir()
-    train_small(steps=4)
+    train_small(steps=7)
     assert "could not draw curves.png" in new_log()
 
 

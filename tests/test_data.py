@@ -235,7 +235,7 @@ def test_without_a_validation_shard_the_last_hundredth_is_held_out(tmp_path):
     assert len(found.val.read(0, 6)) == 6
     assert found.val.slice(1, 9).where(0) == f"{tmp_path}/a.bin: byte offset 1992"
     assert found.val.where(6) == f"{tmp_path}/b.bin: byte offset 2"
-    line = f"data: 995 training and 10 validation ids in {tmp_path} (the end of its data"
+    line = f"data: 995 ids in {tmp_path}, its last 10 to validate"
     assert str(found).startswith(line)
     os.truncate(tmp_path / "b.bin", 2 * 1_100_000_000)
     assert len(open_data(str(tmp_path))[0].val) == 10_000_000

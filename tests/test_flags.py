@@ -158,7 +158,7 @@ def effect_of(argv_of, tmp_path, new_log, filled_caches):
         log = new_log()
         if status:
             return log.splitlines()[-1]
-        steps = re.findall(r"step (\d+)/\d+ .*\| loss ", log)
+        steps = re.findall(r"step (\d+)/\d+  bpb ", log)
         deterministic = torch.are_deterministic_algorithms_enabled()
         return operations.counts, metrics(tmp_path / ckpt), steps, deterministic
 

@@ -1,16 +1,16 @@
 """The log of a run: what was chosen, its steps, commands to paste."""
 
-import re
 import shlex
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
 import data
-import train
-from conftest import SMALL, settled, world_of
-from spider import log
+from conftest import settled
+from spider import log, machine
 from spider.plan import with_minutes
-from spider.run import RunProgress
+from spider.run import RunProgress, StepEvents
 from train import parse_args
 
 # --------------------------------------------------------------------------------------------------
@@ -30,64 +30,58 @@ from train import parse_args
         ),
     ),
 )
-def test_the_log_says_what_a_computed_rate_follows_from_and_what_a_given_one_replaces(
-    argv, expected
-):
-    plan = settled(*argv.split())
-    lines = log.describe_plan(plan, {}, world_of())
-    assert [line for line in lines if line.startswith("--lr")] == [expected]
+def test_the_dry_run_says_what_a_rate_follows_from_and_what_a_given_one_replaces(argv, expected):
+    assert log.describe_recipe(settled(*argv.split()))[-1] == expected
 
 
-def test_the_log_leaves_what_minutes_chose_out_of_the_recipes_values():
+def test_the_horizon_that_minutes_chose_is_none_of_the_recipes_values():
     by_recipe = settled("--model", "tiny", "--minutes", "5")
-    by_minutes = with_minutes(by_recipe, [data.mock_source(0)], 1000.0)
-    for plan, shown in ((by_recipe, True), (by_minutes, False)):
-        (recipe,) = [s for s in log.describe_plan(plan, {}, world_of()) if "recipe of" in s]
-        assert ("--target_tokens" in recipe) == ("--eval_tokens" in recipe) == shown
+    for plan, shown in ((by_recipe, True), (with_minutes(by_recipe, 0, 1000.0), False)):
+        assert ("--target_tokens" in log.describe_recipe(plan)[0]) == shown
 
 
 # --------------------------------------------------------------------------------------------------
 # Steps
 
 
-def test_by_default_a_run_logs_about_a_hundred_lines_and_one_a_minute(
-    argv_of, monkeypatch, new_log
-):
-    def steps_of_run(steps):
-        argv = argv_of("--eval_every 0", steps=steps)
-        at = argv.index("--log_every")
-        del argv[at : at + 2]
-        assert train.command_line(argv) == 0
-        return [int(step) for step in re.findall(r"step (\d+)/\d+ .*\| loss ", new_log())]
-
-    assert (log.LOG_LINES, log.LOG_SECONDS) == (100, 60)
-    monkeypatch.setattr(log, "LOG_LINES", 6)
-    assert steps_of_run(6) == [1, 2, 3, 4, 5, 6]
-    assert steps_of_run(13) == [7, 9, 12, 13]  # every third
-    monkeypatch.setattr(log, "LOG_SECONDS", 0.0)
-    assert steps_of_run(15) == [14, 15]
-
-
 @pytest.mark.parametrize(
-    "flags, loops_vary",
+    "log_every, step, seconds, has_line",
     (
-        ("--n_loops 1 --random_loops", True),
-        (f"--set {SMALL},act=false", False),
+        (None, 1, 0, True),  # the first
+        (None, 110, 9.9, False),  # after step 100, of 1,000
+        (None, 110, 10, True),
+        (None, 109, 500, False),
+        (None, 109, 600, True),
+        (None, 1000, 0, True),  # the last
+        (7, 105, 0, True),
+        (7, 110, 600, False),
     ),
 )
-def test_log_explains_once_its_columns_and_has_those_that_vary(
-    train_small, new_log, flags, loops_vary
+def test_a_line_has_ten_seconds_and_a_hundredth_of_the_run_unless_it_is_late(
+    log_every, step, seconds, has_line
 ):
-    train_small("--eval_every 0", flags, steps=2)
-    lines = new_log().splitlines()
-    (meanings,) = [line for line in lines if "columns of a step" in line]
-    assert ("loops (" in meanings) == loops_vary
-    assert "balance (" in meanings
-    for line in lines:
-        if "| loss " in line:
-            assert (" loops |" in line) == loops_vary
-            assert " balance " in line
-            assert line.count(" | ") == meanings.count(" (")
+    plan = settled("--model", "tiny")
+    plan = replace(plan, flags=replace(plan.flags, log_every=log_every))
+    lines = log.StepLog(plan, RunProgress(), 1000)
+    lines.logged_step = 100
+    assert lines.is_due(step, lines.logged + seconds) == has_line
+
+
+def test_the_line_of_a_long_run_has_eighty_columns(monkeypatch, new_log):
+    metrics = dict(loss=1.23456, tok_per_sec=1_234_567.0)
+    progress = RunProgress(step=1_234_566)
+    lines = log.StepLog(settled("--model", "1b"), progress, 2_345_678)
+    progress.step += 1
+    progress.epoch = 12
+    progress.metrics = metrics
+    lines.began = 0.0
+    monkeypatch.setattr(log, "time", SimpleNamespace(perf_counter=lambda: 0.9))  # after the step
+    machine.start_log()
+    lines.log(StepEvents(begins_epoch=True, cleared=True))
+    step, epoch = new_log().splitlines()
+    assert max(len(step), len(epoch)) <= 80
+    words = "step 1234567/2345678  bpb 1.781  loss 1.235  1,234.6 kB/s  ETA 11 days"
+    assert step.partition(" ")[2] == words
 
 
 def test_every_line_of_a_run_is_printable_whatever_its_files_are_called(train_small, capsys):

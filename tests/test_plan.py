@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import train
-from conftest import final_state, on_meta, settled, world_of
+from conftest import final_state, metrics, on_meta, settled, world_of
 from data import Loader, mock_source
 from preparing import source
 from spider import machine, plan
@@ -229,30 +229,76 @@ def test_a_short_run_warms_up_in_six_steps_unless_a_flag_says_otherwise():
     assert of_horizon(f"{horizon} --warmup_steps 7").warmup_steps == 7
 
 
+@pytest.mark.parametrize(
+    "argv, steps, held_out, eval_every, eval_tokens",
+    (
+        # ten of 262,144 bytes as long as a third of a million trained bytes, of 12 million
+        ("", 2930, 10_000_000, 293, 262_144),
+        # ten would be as long as 371,807 trained bytes, four as 148,723, of 1,003,520
+        ("", 245, 111_542, 62, 262_144),
+        # one would be as long as 37,181 trained bytes: a sixth is 17,066
+        ("", 25, 111_542, 25, 51_200),
+        ("", 25, 51_200, 25, 262_144),
+        ("--eval_every 5", 25, 111_542, 5, 262_144),
+        ("--eval_tokens 100000", 25, 111_542, 25, 100_000),
+        ("--eval_tokens 1000", 25, 111_542, 3, 1000),
+        ("--max_steps 5", 25, 111_542, 25, 51_200),
+    ),
+)
+def test_the_evaluations_of_a_recipe_take_at_most_a_sixth_of_the_training_unless_a_flag_says_so(
+    argv, steps, held_out, eval_every, eval_tokens
+):
+    """An evaluated byte takes a third of a trained one, and a step has 4,096 bytes."""
+    words = f"--model tiny --target_tokens {4096 * steps} {argv}".split()
+    flags = settled(*words, held_out=held_out).flags
+    assert (flags.eval_every, flags.eval_tokens) == (eval_every, eval_tokens)
+
+
+@pytest.mark.parametrize(
+    "resumes, recorded, eval_tokens",
+    ((True, 51_200, 51_200), (True, 262_144, 262_144), (False, 262_144, 51_200)),
+)
+def test_a_resumed_run_evaluates_as_many_bytes_as_before_that_limit(resumes, recorded, eval_tokens):
+    asked = settled("--model", "tiny", "--target_tokens", str(25 * 4096))
+    checkpoint = origin(resumes, flags=dict(eval_tokens=recorded))
+    flags = plan.with_evaluations(asked, 111_542, checkpoint).flags
+    assert (flags.eval_every, flags.eval_tokens) == (25, eval_tokens)
+
+
 def test_a_run_fits_its_evaluations_into_its_minutes():
-    """At 1,000 bytes/s. An evaluated byte takes a third of a trained one, all of them at most a
-    quarter of the time."""
-    held_out = len(mock_source(0).val)
+    """At 1,000 bytes/s. An evaluated byte takes a third of a trained one."""
 
-    def fitted(minutes: float, argv: str) -> tuple[int, int]:
+    def fitted(minutes: float, argv: str, held_out=70_000) -> tuple[int, int, int]:
         words = f"--model tiny --seq_len 100 --minutes {minutes} {argv}".split()
-        flags = with_minutes(settled(*words), [mock_source(0)], 1000.0).flags
-        return flags.target_tokens, flags.eval_tokens
+        flags = with_minutes(settled(*words), held_out, 1000.0).flags
+        return flags.target_tokens, flags.eval_every, flags.eval_tokens
 
-    # ten evaluations of a recipe
-    assert fitted(1, "") == (45_000, 4500)
-    assert fitted(10, "--eval_tokens 1000") == (600_000 - 10 * 1000 // 3 - 1, 1000)
-    # also where the default horizon has too few steps for as many
-    assert fitted(5, "--grad_accum 8500")[1] == int(0.75 * 300_000 / 10)
+    # four evaluations of a run of 600,000 bytes are subtracted, three suit what is left
+    assert fitted(10, "") == (506_667, 1689, 262_144)
+    # one, of half the bytes
+    assert fitted(1, "") == (50_000, 500, 25_000)
+    assert fitted(10, "--eval_tokens 1000") == (596_667, 597, 1000)
     # given, it stays, of what there is
-    assert fitted(10, "--eval_tokens 1e6") == (int(600_000 - 10 * held_out / 3), 1_000_000)
+    seldom = "--eval_every 50000"
+    assert fitted(10, f"--eval_tokens 1e6 {seldom}")[2] == 1_000_000
     # 600,000 / 5,000 evaluations; one at the end; none
     often = "--eval_tokens 1000 --eval_every 50"
-    assert fitted(10, often) == (600_000 - 120 * 1000 // 3, 1000)
-    seldom = "--eval_tokens 1000 --eval_every 50000"
-    assert fitted(10, seldom) == (600_000 - 1000 // 3 - 1, 1000)
+    assert fitted(10, often) == (560_000, 50, 1000)
+    assert fitted(10, "--eval_every 50") == (500_000, 50, 2500)
+    assert fitted(10, f"--eval_tokens 1000 {seldom}")[0] == 599_667
     assert fitted(1, "--eval_every 0")[0] == 60_000
     assert fitted(1e-5, "--eval_every 0")[0] == 100  # a step
+
+
+def test_a_run_makes_the_evaluations_that_its_recipe_can_afford(tmp_path, argv_of):
+    """Of 300 held-out bytes, after steps of 64 bytes: ten would cost as much as 1,000 bytes, of
+    2,560."""
+    argv = argv_of("--model tiny --target_tokens 2560", steps=0)
+    place = argv.index("--eval_every")
+    del argv[place : place + 2]
+    assert train.command_line(argv) == 0
+    evaluated = [line["step"] for line in metrics(tmp_path / "run") if "val_loss" in line]
+    assert evaluated == [10, 20, 30, 40]
 
 
 def test_minutes_give_a_horizon_by_the_measured_rate_that_a_resume_keeps(
@@ -314,7 +360,7 @@ def test_the_expert_backend_is_chosen_for_the_dtype_of_the_products(monkeypatch)
     "argv, warned",
     (
         # 0.1 + 0.45 * (1 + cos(0.4 * pi))
-        ("--target_tokens 640 --max_steps 5", ["ends the run at 69% of the peak"]),
+        ("--target_tokens 640 --max_steps 5", ["ends at 69% of the peak rate: use --target_t"]),
         ("--target_tokens 640 --max_steps 9", []),  # at less than twice the minimum
         ("--target_tokens 640 --max_steps 10", []),
         ("--target_tokens 64 --max_steps 3", ["of 1 steps: the steps after it run at the minimum"]),
@@ -329,12 +375,12 @@ def test_the_expert_backend_is_chosen_for_the_dtype_of_the_products(monkeypatch)
         ("--target_tokens 32000 --micro_batch 2", []),
         (
             "--target_tokens 640 --warmup_steps 10",
-            ["is 91% of the peak: lower --warmup_steps from"],
+            ["step 10 is in the warm-up, at 91% of the peak: lower --warmup_steps to 2"],
         ),
         ("--target_tokens 640 --warmup_steps 9", []),
         (
             "--target_tokens 6400 --warmup_steps 99 --max_steps 5",
-            ["not over at step 5, where the learning rate is 5% of the peak: lower --warmup_steps"],
+            ["step 5 is in the warm-up, at 5% of the peak: lower --warmup_steps to 1"],
         ),
     ),
 )
@@ -353,10 +399,10 @@ def test_more_than_twenty_epochs_of_a_source_are_a_warning(target_tokens, warnin
     found = settled(*argv.split())
     loader = Loader([source([0] * 1001, weight=0.5), source([0] * 101, weight=0.5)], 1, 0)
     lines = horizon_warnings(found, loader, found.horizon, lambda step: 0.1)
-    assert ["use at most 4,000, or more" in line for line in lines] == [True] * warnings
+    assert ["use --target_tokens 4000, or more" in line for line in lines] == [True] * warnings
 
 
 @pytest.mark.parametrize("dry", ("", "--dry_run"))
 def test_warnings_of_the_horizon_are_printed(train_small, capsys, dry):
     train_small("--target_tokens 20000 --eval_every 0", dry, steps=2)
-    assert "is 31 epochs" in "".join(capsys.readouterr())
+    assert "31 epochs memorize" in "".join(capsys.readouterr())

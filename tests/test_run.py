@@ -140,7 +140,8 @@ def test_run_ends_after_as_many_evaluations_without_improvement_as_patience_allo
         log = new_log()
         assert ("ended by --patience 2" in log) == ended
         assert last_step(directory) == last
-    assert "validation loss 2.4000 (the best was 2.0000; " in log
+    # 2.4 and 2.0 nats
+    assert "validation bpb 3.4625, " in log and "the best validation bpb was 2.8854; " in log
     assert "nothing left to train" in log
     # other settings have all patience again
     for flags, last in (("2 --weight_decay 0.3", 14), ("3", 20)):

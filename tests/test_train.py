@@ -329,19 +329,37 @@ def test_a_mixture_is_validated_source_by_source_and_as_a_whole(
     first, second = (last[f"val_bpb/{name}"] for name in names)
     assert second < first
     assert 400 * last["val_bpb"] == pytest.approx(100 * first + 300 * second, rel=1e-3)
-    assert f", {names[1]} {second:.4f}" in new_log()
+    assert f"validation of {names[1]}: bpb {second:.4f}" in new_log()
 
 
-def test_samples_continue_a_prompt_or_held_out_text(shards, train_small, new_log):
-    held_out = np.fromfile(shards / "val-0.bin", "<u2")[:10].tolist()
-    beginning = repr(decode(held_out))[1:-1]
-    for flags, start in (
-        ("", beginning),
-        ("--sample_prompt abc", "abc'"),
-        ("--eval_every 0", "\\n"),
+def test_a_run_ends_with_a_sample_that_continues_a_prompt_or_held_out_text(
+    shards, train_small, new_log
+):
+    """Once, also if --sample_every is due, and without control characters but line breaks."""
+    held_out = decode(np.fromfile(shards / "val-0.bin", "<u2")[:32].tolist())
+    text = b"a\n\x1bb\tc"
+
+    class Writing(Spider):
+        def generate(self, prompt, n_bytes, **_):
+            return iter(text)
+
+    for flags, prompt in (
+        ("", held_out[-40:]),
+        ("--sample_prompt abc --sample_every 2", "abc"),
+        ("--eval_every 0", "\n"),
     ):
-        train_small("--sample_every 2", flags, steps=2, ckpt=f"run{flags}")
-        assert f"step 2 continues '{start}" in new_log()
+        train_small(flags, steps=2, ckpt=f"run{flags}", model=Writing)
+        log = new_log()
+        assert log.count(" continues ") == 1
+        lines = log.partition(f"step 2 continues {prompt!r}:\n")[2].splitlines()
+        assert [line.partition(" ")[2] for line in lines[:2]] == ["    a", "    \\x1bb      c"]
+
+    class Broken(Spider):
+        def generate(self, *_, **__):
+            raise RuntimeError("not for decoding")
+
+    train_small(steps=2, ckpt="broken", model=Broken)
+    assert "no sample: not for decoding" in new_log()
 
 
 def test_a_sample_has_the_loops_of_training_and_leaves_the_model_training_also_if_it_fails():
@@ -375,7 +393,7 @@ def test_a_run_from_other_weights_evaluates_before_its_first_step(trained, train
     train_small(*begin, steps=3)
     _, first, after = new_log().partition("before the first step:")
     val_loss = metrics(trained)[-1]["val_loss"]
-    assert f"validation: loss {val_loss:.4f}" in after.partition("step 1/3")[0]
+    assert f", loss {val_loss:.4f} nats" in after.partition("step 1/3")[0]
     train_small(*begin, steps=4)  # resumes
     train_small(*begin, "--eval_every 0", steps=3, ckpt="other")
     assert first not in new_log()
