@@ -120,7 +120,7 @@ class Recorder:
             arguments = signature(Spider.forward).bind(module, *inputs, **options)
             self.current.given = arguments.arguments
             self.current.segments = int(output.segments)
-        elif module in self.modules and inputs and isinstance(inputs[0], Tensor):
+        elif module.training and module in self.modules and isinstance(inputs[0], Tensor):
             y = output[0] if isinstance(output, tuple) else output
             self.current.called[self.modules[module]].append(Call(inputs[0].detach(), y.detach()))
 
