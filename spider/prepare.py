@@ -428,21 +428,17 @@ def prepare(
     if reuse:
         documents.endings = tuple(metadata.get("ext", ()))
     inputs: list[Input] = []
-    sources = {}  # by argument: a change of its files shows; those of the hub are unknown
+    sources = {}  # shows by argument that its files changed; nothing is known of the hub
     for argument in arguments:
         found = documents.find(argument)
         inputs += found
         stats = [os.stat(source.path) for source in found if os.path.exists(source.path)]
-        sources[os.path.realpath(argument) if stats else argument] = dict(
+        sources[os.path.relpath(argument)] = dict(
             size=sum(stat.st_size for stat in stats),
             modified=max((stat.st_mtime_ns for stat in stats), default=0),
         )
     if reuse and before == sources:
         return
-    if documents.unread:
-        most = documents.unread.most_common(5)
-        shown = ", ".join(f"{number:,} {name}" for name, number in most)
-        note(f"prepare: skipped by name: {shown}; --ext names all that are read")
     shard_ids = max(1, int(shard_mb * 1e6 / ID_BYTES))
     out.mkdir(parents=True, exist_ok=True)
     folder = out / UNFINISHED
@@ -452,10 +448,9 @@ def prepare(
             new = out
             while new.exists():
                 new = Path(f"{new}-new")
-            origin = " ".join(before) or "unknown data"
-            change = ", which has changed since" if reuse and [*before] == [*sources] else ""
+            origin = " ".join(before) or "other data"
             raise DataError(
-                f"{out}: has shards already, made from {origin}{change}: python data.py prepare "
+                f"{out}: has shards already, made earlier from {origin}: python data.py prepare "
                 f"{' '.join(map(quoted, arguments))} --out {quoted(new)}, then python train.py "
                 f"--data_dir {quoted(new)} --ckpt_dir {quoted(f'checkpoints/{new.name}')}"
             )
@@ -508,6 +503,10 @@ def prepare(
 def report(arguments: Sequence[str], documents: Documents, totals: dict[str, dict[str, int]]):
     """Print what was skipped, and whether there is a validation split. Raise DataError without
     training data."""
+    if documents.unread:
+        most = documents.unread.most_common(5)
+        shown = ", ".join(f"{number:,} {name}" for name, number in most)
+        note(f"prepare: skipped by name: {shown}; --ext names all that are read")
     faults = []
     for kind, count in documents.skipped.items():
         places = documents.places[kind][:20]

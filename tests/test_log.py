@@ -17,23 +17,6 @@ from train import parse_args
 # What was chosen
 
 
-@pytest.mark.parametrize(
-    "argv, expected",
-    (
-        (
-            "--model small --target_tokens 12e6",
-            "--lr 0.00337 follows from 2,930 steps and a width of 256 (docs/results/learning.md)",
-        ),
-        (
-            "--model tiny --target_tokens 4e6 --lr 0.0018",
-            "--lr 0.0018: without it, the recipe would take 0.00739",
-        ),
-    ),
-)
-def test_the_dry_run_says_what_a_rate_follows_from_and_what_a_given_one_replaces(argv, expected):
-    assert log.describe_recipe(settled(*argv.split()))[-1] == expected
-
-
 def test_the_horizon_that_minutes_chose_is_none_of_the_recipes_values():
     by_recipe = settled("--model", "tiny", "--minutes", "5")
     for plan, shown in ((by_recipe, True), (with_minutes(by_recipe, 0, 1000.0), False)):
