@@ -9,7 +9,6 @@ import pytest
 import data
 from conftest import settled
 from spider import log, machine
-from spider.plan import with_minutes
 from spider.run import RunProgress, StepEvents
 from train import parse_args
 
@@ -17,10 +16,9 @@ from train import parse_args
 # What was chosen
 
 
-def test_the_horizon_that_minutes_chose_is_none_of_the_recipes_values():
-    by_recipe = settled("--model", "tiny", "--minutes", "5")
-    for plan, shown in ((by_recipe, True), (with_minutes(by_recipe, 0, 1000.0), False)):
-        assert ("--target_tokens" in log.describe_recipe(plan)[0]) == shown
+def test_the_recipe_in_the_dry_run_has_the_flags_that_were_not_given():
+    plan = settled("--model", "base", "--lr", "1", "--n_loops", "2", "--warmup_steps", "9")
+    assert log.describe_recipe(plan) == ["recipe of base: --global_batch 131072 --engram_reset"]
 
 
 # --------------------------------------------------------------------------------------------------
