@@ -432,9 +432,9 @@ def remaining(weaker: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
 
 
 def default_ckpt_dir(flags: Flags) -> str:
-    """Return the default of --ckpt_dir: runs on mock data or a text, and those that start from
-    another run's weights, have their own. The last is named after the other run, and the checkpoint
-    if that is given: from-RUN-spider-stepN."""
+    """Return the default of --ckpt_dir. Runs on mock data, on a text and from another run's weights
+    have directories of their own. The last kind has the name of the other run, and of its
+    checkpoint if one is given: from-RUN-spider-stepN."""
     directory = flags.ckpt_dir
     if flags.mock_data:
         directory = os.path.join(directory, "mock")
@@ -1131,7 +1131,7 @@ def main(
         # Not before: a signal up to here leaves the file as it is.
         first_line = progress.step if progress.metrics else progress.step + 1
         metrics_file = closing.enter_context(Metrics(directory / "metrics.jsonl", first_line))
-        # not after a signal, when time is for saving
+        # not after a signal: then there may be time only to save
         closing.callback(stop.may_interrupt, partial(write_curves, directory, ends=True))
     closing.callback(writer.thread.shutdown)  # before the file is closed, which it syncs
     drawn = time.perf_counter()  # when curves.png was

@@ -79,7 +79,7 @@ def naming(path: str | Path) -> Iterator[None]:
 
 
 def open_input(path: str, scratch: Path) -> IO[bytes]:
-    """Open a file, standard input (-) or PYDOC, as a file that can be sought in.
+    """Open a file, standard input (-) or PYDOC, as a seekable file.
 
     A text is split by its length, so the length must be known before. Standard input, pipes and
     compressed files are therefore copied first, into an unnamed file in the directory `scratch`.

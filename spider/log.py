@@ -80,14 +80,14 @@ def as_argument(name: str, value: object) -> str:
 # --------------------------------------------------------------------------------------------------
 # Steps
 
-LOG_LINES = 100  # without --log_every: at most this many lines of steps in a run
-LOG_SECONDS = 10.0  # ... and at least this long between two of them
-LONGEST_SILENCE = 600.0  # seconds after which a step has a line in any case
+LOG_LINES = 100  # of steps in a run, at most, unless --log_every is given
+LOG_SECONDS = 10.0  # between two lines, at least
+LONGEST_SILENCE = 600.0  # seconds after which a step has a line in any case, even in a long run
 
 
 class StepLog:
-    """Log steps: a line every --log_every steps, or as the constants above say, and what is
-    unusual."""
+    """Log a line every --log_every steps, by default as often as the constants above allow, and
+    what is unusual about a step."""
 
     def __init__(self, plan: Plan, progress: RunProgress, last_step: int):
         self.plan = plan

@@ -105,7 +105,7 @@ def why_no_code(capability: tuple[int, int], architectures: Sequence[str]) -> st
 def resolve_compile(name: str, device: torch.device) -> bool:
     """Decide whether to compile the layers. If torch.compile does not work here, log why for `auto`
     and raise UsageError for `on`."""
-    if name == "off" or (name == "auto" and device.type == "cpu"):  # where that takes minutes
+    if name == "off" or (name == "auto" and device.type == "cpu"):  # it takes minutes there
         return False
     obstacle = obstacle_to_compile(device)
     if name == "on" and obstacle:

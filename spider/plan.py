@@ -274,7 +274,7 @@ def with_horizon(flags: "Flags", given: Set[str], recipe: "Recipe", model: Spide
 
 def with_evaluations(plan: Plan, held_out: int, origin: Origin = FROM_SCRATCH) -> Plan:
     """Limit evaluations to a sixth of the training, if the recipe or --minutes chooses how many
-    there are: fewer of them, at least one, and then fewer bytes in each.
+    there are. First make fewer of them, at least one; then read fewer bytes in each.
 
     An evaluated byte costs a third of a trained one. Only the horizon counts, not --max_steps: a
     run that resumes with more steps evaluates like an uninterrupted one."""
@@ -290,7 +290,7 @@ def with_evaluations(plan: Plan, held_out: int, origin: Origin = FROM_SCRATCH) -
         eval_every = max(eval_every, math.ceil(plan.horizon / most))
     evaluations = math.ceil(plan.horizon / eval_every)  # one at the last step
     eval_tokens = flags.eval_tokens
-    # A run that has evaluated this many so far continues to.
+    # A run from before this limit resumes with its --eval_tokens, so that its losses compare.
     is_kept = origin.resumes and origin.flags.get("eval_tokens") == eval_tokens
     if evaluations * n_bytes > affordable and not is_kept and "eval_tokens" not in plan.given:
         eval_tokens = max(1, affordable // evaluations)
@@ -309,7 +309,7 @@ def with_minutes(plan: Plan, held_out: int, rate: float) -> Plan:
         flags = with_horizon(flags, given, plan.defaults, plan.model)
         return with_evaluations(replace(plan, flags=flags, given=given), held_out)
 
-    longer = with_target(total)  # its evaluations cost no less
+    longer = with_target(total)  # a longer run, whose evaluations cost at least as much
     if longer.flags.eval_every:
         evaluations = math.ceil(longer.horizon / longer.flags.eval_every)
         total -= evaluations * min(longer.flags.eval_tokens, held_out) // 3

@@ -70,8 +70,8 @@ SHARD_MB = 256  # size of a shard
 VALIDATES = -1
 TRAINS = 2**64
 
-# Source code and markup, as people write it. Left out are configuration, data and drawings (.yaml,
-# .toml, .xml, .svg), and notebooks.
+# Source code and markup that people write; not configuration, data, drawings (.yaml, .toml, .xml,
+# .svg) and notebooks.
 SOURCES = """
     .adoc .asm .bash .bat .c .cc .clj .cmake .cpp .cs .css .cu .cuh .cxx .dart .el .ex .exs .f .f90
     .fs .go .h .hh .hpp .hs .htm .html .java .jl .js .jsx .kt .less .lisp .lua .m .markdown .md .mjs
@@ -90,7 +90,8 @@ KINDS = dict.fromkeys(SOURCES, "document") | {
     ".arrow": "table",
 }
 
-# JSON that this program writes: not read from a directory, so that a run in it changes no text.
+# JSON that this program writes. Directories are read without it, so that a run there does not
+# change the text.
 WRITTEN = (METADATA, "metrics.jsonl")
 
 # --------------------------------------------------------------------------------------------------
@@ -159,8 +160,8 @@ class Documents:
         return KINDS.get(Path(name).suffix)
 
     def _find_files(self, argument: str) -> list[Input]:
-        """List a file, or the inputs below a directory in sorted order; count other files. A file
-        that is named, and has no extension of KINDS, is read as text."""
+        """List a named file, or the inputs below a directory in sorted order, and count the other
+        files there. A named file whose extension is not in KINDS is read as text."""
 
         def skip_folder(error: OSError):
             if error.filename == argument:
@@ -428,7 +429,7 @@ def prepare(
     if reuse:
         documents.endings = tuple(metadata.get("ext", ()))
     inputs: list[Input] = []
-    sources = {}  # shows by argument that its files changed; nothing is known of the hub
+    sources = {}  # size and newest change of the files of each argument; 0 for the hub
     for argument in arguments:
         found = documents.find(argument)
         inputs += found
