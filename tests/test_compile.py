@@ -239,6 +239,7 @@ def gpu(monkeypatch):
 
 
 def test_compilation_that_fails_is_an_error_under_on_and_a_line_under_auto(gpu, new_log):
+    machine.start_log()
     device = gpu(obstacle="there is no Triton")
     assert not resolve_compile("auto", device)
     assert "not compiled: there is no Triton" in new_log()

@@ -363,6 +363,7 @@ def test_a_sample_has_the_loops_of_training_and_leaves_the_model_training_also_i
         raise RuntimeError("not for decoding")
 
     model.generate = generate
+    train.machine.start_log()
     train.log_sample(model, 1, train.Flags(n_loops=3), {})
     assert loops == [3] and model.training
     assert "no sample: not for decoding" in new_log()
