@@ -4,8 +4,9 @@
     python bench.py --device cpu --micro_batch 4 # these and a step; takes train.py's flags
 
 The batch is by default the one to train with: on a GPU 448 sequences of 256 bytes, in as few
-micro-steps as fit, on a CPU 8. The text is synthetic unless --data_dir is given, or the --text of a
-run. To compare, run a step with each of several flags: --precision fp8, --moe_backend triton.
+micro-steps as fit, on a CPU 8. The text is synthetic unless --data_dir is given, or a --text that a
+run has prepared. To compare, run a step with each of several flags: --precision fp8, --moe_backend
+triton.
 
 Times are medians. MFU is relative to the measured rate of bf16 products and does not count
 recomputation.

@@ -333,7 +333,7 @@ def figures_of(
     device = resolve_device(args.device)
     if device.type == "cpu":
         keep_freed_memory()
-    precision, _ = resolve_precision(args.precision, device)
+    precision = resolve_precision(args.precision, device)
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     for name in names:
         path, saved = read_checkpoint(name, model_class)

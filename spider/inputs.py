@@ -79,7 +79,7 @@ def naming(path: str | Path) -> Iterator[None]:
 
 
 def open_input(path: str, scratch: Path) -> IO[bytes]:
-    """Open a file, standard input (-) or PYDOC, as a file that can be sought in.
+    """Open a file, standard input (-) or PYDOC, as a seekable file.
 
     A text is split by its length, so the length must be known before. Standard input, pipes and
     compressed files are therefore copied first, into an unnamed file in the directory `scratch`.
@@ -206,7 +206,7 @@ def table_rows(path: str, file: IO[bytes], field: str) -> Iterator[object]:
     extension = Path(uncompressed_name(path)).suffix
     with any_error_as_data_error(path):
         if extension == ".csv":
-            yield from csv_rows(file, field)
+            yield from csv_rows(file)
             return
         import pyarrow.ipc
         import pyarrow.parquet
@@ -233,22 +233,15 @@ def table_rows(path: str, file: IO[bytes], field: str) -> Iterator[object]:
             raise ValueError("nothing is read after the end of its first stream")
 
 
-def csv_rows(file: IO[bytes], field: str) -> Iterator[object]:
-    """Yield the rows of a CSV file, with the cell of the column `field` as it stands."""
+def csv_rows(file: IO[bytes]) -> Iterator[object]:
+    """Yield the rows of a CSV file."""
     csv.field_size_limit(common.MOST_OF_RECORD)
     text = io.TextIOWrapper(file, "utf-8", "surrogateescape", newline="")
-    rows = csv.reader(text, strict=True)
+    rows = csv.DictReader(text, strict=True)  # the first row has the names
     try:
-        names = next(rows, [])  # of a file without a header, the first row is taken for one
-        if field not in names:
-            yield without_field(field, names)
-            return
-        column = names.index(field)
-        for row in filter(None, rows):
-            is_whole = len(row) == len(names)
-            yield (
-                {field: row[column]} if is_whole else Fault("with more or fewer fields than line 1")
-            )
+        for row in rows:
+            is_whole = None not in row and None not in row.values()
+            yield row if is_whole else Fault("with more or fewer fields than line 1")
     except csv.Error as error:
         raise ValueError(f"line {rows.line_num:,}: {error}") from None
 

@@ -5,7 +5,7 @@ metrics.jsonl and wandb, which have every step, are in run.py."""
 import math
 import shlex
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import torch
@@ -47,7 +47,6 @@ def describe_run(
         f"steps: {last_step:,} of {plan.step_bytes:,} bytes, saved in {flags.ckpt_dir}",
         f"chosen: {flags.precision}, compile {flags.compile}, {flags.moe_backend} experts, "
         f"{flags.optimizer}, recompute {flags.recompute}",
-        *plan.reasons,
     ]
     if flags.minutes:
         lines.append(f"--minutes {flags.minutes:g} chose --target_tokens {flags.target_tokens}")
@@ -57,31 +56,16 @@ def describe_run(
 
 
 def describe_recipe(plan: Plan) -> list[str]:
-    """Return lines of the dry run with the flags that the recipe decided, and why --lr is so."""
+    """Return a line of the dry run with the flags that the recipe decided, or none."""
     names = (plan.defaults.values.keys() | plan.defaults.rules.keys()) - plan.given
     settings = {name: value for name, value in vars(plan.flags).items() if name in names}
-    lines = describe_settings(f"recipe of {plan.recipe}", settings)
-    if "lr" in plan.defaults.rules:
-        lines.append(describe_rate(plan))
-    return lines
+    return describe_settings(f"recipe of {plan.recipe}", settings)
 
 
 def describe_settings(source: str, settings: Mapping[str, object]) -> list[str]:
     """Return a line with flags as on the command line, or none."""
     words = [as_argument(name, value) for name, value in settings.items()]
     return [f"{source}: {' '.join(words)}"] if words else []
-
-
-def describe_rate(plan: Plan) -> str:
-    """Say what a computed learning rate follows from, or what it would be without --lr."""
-    rate = plan.flags.lr
-    if "lr" in plan.given:
-        computed = plan.defaults.rules["lr"](plan.flags, plan.config)
-        return f"--lr {rate:g}: without it, the recipe would take {computed:g}"
-    return (
-        f"--lr {rate:g} follows from {plan.horizon:,} steps and a width of "
-        f"{plan.config.hidden_size:,} (docs/results/learning.md)"
-    )
 
 
 def as_argument(name: str, value: object) -> str:
@@ -96,14 +80,14 @@ def as_argument(name: str, value: object) -> str:
 # --------------------------------------------------------------------------------------------------
 # Steps
 
-LOG_LINES = 100  # without --log_every: at most this many lines of steps in a run
-LOG_SECONDS = 10.0  # ... and at least this long between two of them
-LONGEST_SILENCE = 600.0  # seconds after which a step has a line in any case
+LOG_LINES = 100  # of steps in a run, at most, unless --log_every is given
+LOG_SECONDS = 10.0  # between two lines, at least
+LONGEST_SILENCE = 600.0  # seconds after which a step has a line in any case, even in a long run
 
 
 class StepLog:
-    """Log steps: a line every --log_every steps, or as the constants above say, and what is
-    unusual."""
+    """Log a line every --log_every steps, by default as often as the constants above allow, and
+    what is unusual about a step."""
 
     def __init__(self, plan: Plan, progress: RunProgress, last_step: int):
         self.plan = plan
@@ -166,12 +150,10 @@ def odd_step_line(progress: RunProgress, plan: Plan) -> str:
 # The end
 
 
-def log_end(
-    plan: Plan, progress: RunProgress, horizon: int, how: str, log_sample: Callable = lambda: None
-):
+def log_end(plan: Plan, progress: RunProgress, horizon: int, how: str):
     """Log what a run that has ended by itself gave, where it is, and what a user can do next.
 
-    how: the last words of the line, such as "0:00:12". log_sample: shows what the model writes."""
+    how: the last words of the line, such as "0:00:12"."""
     found = ""
     best = progress.best_loss
     last = (progress.metrics or {}).get("val_loss")
@@ -183,7 +165,6 @@ def log_end(
     path = checkpoint_path(Path(plan.flags.ckpt_dir), progress.step)
     if path.exists():  # not on other hosts
         logger.info(f"checkpoint: {path}, {path.stat().st_size / 1e6:,.0f} MB")
-    log_sample()
     if plan.model_class is Spider:  # sample.py loads no other
         logger.info(f"next: python sample.py {quoted(plan.flags.ckpt_dir)}")
     logger.info(how_to_train_longer(plan, progress, horizon))

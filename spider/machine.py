@@ -102,17 +102,17 @@ def why_no_code(capability: tuple[int, int], architectures: Sequence[str]) -> st
     )
 
 
-def resolve_compile(name: str, device: torch.device) -> tuple[bool, str]:
-    """Decide whether to compile the layers; return that and, if `auto` cannot, why.
-
-    Raise UsageError if --compile on does not work here.
-    """
-    if name == "off" or (name == "auto" and device.type == "cpu"):  # where that takes minutes
-        return False, ""
+def resolve_compile(name: str, device: torch.device) -> bool:
+    """Decide whether to compile the layers. If torch.compile does not work here, log why for `auto`
+    and raise UsageError for `on`."""
+    if name == "off" or (name == "auto" and device.type == "cpu"):  # it takes minutes there
+        return False
     obstacle = obstacle_to_compile(device)
     if name == "on" and obstacle:
         raise UsageError(f"--compile: {obstacle}; or use --compile off")
-    return obstacle is None, obstacle or ""
+    if obstacle:
+        logger.info(f"not compiled: {obstacle}")
+    return obstacle is None
 
 
 def obstacle_to_compile(device: torch.device) -> str | None:
@@ -147,8 +147,8 @@ def describe_compile_error(fault: Exception, device: torch.device) -> str:
     return f"torch.compile fails here ({reason}); it needs {needs}"
 
 
-def resolve_precision(name: str, device: torch.device) -> tuple[str, str]:
-    """Choose the precision; return it and, for `auto`, why.
+def resolve_precision(name: str, device: torch.device) -> str:
+    """Choose the precision.
 
     `auto` is bf16 where the hardware has it, else fp32. It is never fp8, until a GPU has shown that
     fp8 pays. Raise UsageError for one that the GPU does not have.
@@ -167,10 +167,8 @@ def resolve_precision(name: str, device: torch.device) -> tuple[str, str]:
     elif name == "fp8":
         logger.warning("fp8 on a CPU is torchao's emulation: slow, for tests only")
     if name != "auto":
-        return name, ""
-    if multiplies_bf16(device):
-        return "bf16", ""
-    return "fp32", "this machine has no bf16 instructions"
+        return name
+    return "bf16" if multiplies_bf16(device) else "fp32"
 
 
 def has_fp8(gpu: torch.device) -> bool:

@@ -12,6 +12,7 @@ from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import torch
+from loguru import logger
 
 from data import Loader, StepLayout
 from spider import estimate, machine
@@ -52,7 +53,6 @@ class Plan:
     ranks: int = 1
     checkpoint_size: float = 0.0  # bytes
     memory: dict[str, float] = field(default_factory=dict)  # bytes of a rank, by purpose
-    reasons: tuple[str, ...] = ()  # why something was chosen, for the log
 
     @property
     def layout(self) -> StepLayout:
@@ -103,7 +103,7 @@ def settle(
     # The horizon needs a step's bytes, which are the same in all splits; with_memory chooses one.
     flags = with_split(flags, splits[0], world.ranks)
     flags = with_horizon(flags, given, defaults, model)
-    flags, reasons = with_machine(flags, config, world)
+    flags = with_machine(flags, config, world)
     plan = Plan(
         flags,
         given,
@@ -113,7 +113,6 @@ def settle(
         model_class,
         model,
         ranks=world.ranks,
-        reasons=tuple(reasons),
         checkpoint_size=sum(estimate.state_size(model, flags.optimizer)),
     )
     plan = with_evaluations(plan, held_out, origin)
@@ -275,7 +274,7 @@ def with_horizon(flags: "Flags", given: Set[str], recipe: "Recipe", model: Spide
 
 def with_evaluations(plan: Plan, held_out: int, origin: Origin = FROM_SCRATCH) -> Plan:
     """Limit evaluations to a sixth of the training, if the recipe or --minutes chooses how many
-    there are: fewer of them, at least one, and then fewer bytes in each.
+    there are. First make fewer of them, at least one; then read fewer bytes in each.
 
     An evaluated byte costs a third of a trained one. Only the horizon counts, not --max_steps: a
     run that resumes with more steps evaluates like an uninterrupted one."""
@@ -291,7 +290,7 @@ def with_evaluations(plan: Plan, held_out: int, origin: Origin = FROM_SCRATCH) -
         eval_every = max(eval_every, math.ceil(plan.horizon / most))
     evaluations = math.ceil(plan.horizon / eval_every)  # one at the last step
     eval_tokens = flags.eval_tokens
-    # A run that has evaluated this many so far continues to.
+    # A run from before this limit resumes with its --eval_tokens, so that its losses compare.
     is_kept = origin.resumes and origin.flags.get("eval_tokens") == eval_tokens
     if evaluations * n_bytes > affordable and not is_kept and "eval_tokens" not in plan.given:
         eval_tokens = max(1, affordable // evaluations)
@@ -310,7 +309,7 @@ def with_minutes(plan: Plan, held_out: int, rate: float) -> Plan:
         flags = with_horizon(flags, given, plan.defaults, plan.model)
         return with_evaluations(replace(plan, flags=flags, given=given), held_out)
 
-    longer = with_target(total)  # its evaluations cost no less
+    longer = with_target(total)  # a longer run, whose evaluations cost at least as much
     if longer.flags.eval_every:
         evaluations = math.ceil(longer.horizon / longer.flags.eval_every)
         total -= evaluations * min(longer.flags.eval_tokens, held_out) // 3
@@ -321,30 +320,30 @@ def with_minutes(plan: Plan, held_out: int, rate: float) -> Plan:
 # Machine and memory
 
 
-def with_machine(flags: "Flags", config: SpiderConfig, world: World) -> tuple["Flags", list[str]]:
-    """Resolve precision, compilation, optimizer and expert backend; return the reasons to log, too.
+def with_machine(flags: "Flags", config: SpiderConfig, world: World) -> "Flags":
+    """Resolve precision, compilation, optimizer and expert backend. Log what does not work here.
 
     Unlike the stages before it, this one asks the hardware and the other ranks."""
     device = world.device
-    compiles, why_compile = machine.resolve_compile(flags.compile, device)
-    precision, why_precision = machine.resolve_precision(flags.precision, device)
+    compiles = machine.resolve_compile(flags.compile, device)
+    precision = machine.resolve_precision(flags.precision, device)
     if flags.fp8_experts:
         check_fp8_experts(precision, device, config)
     dtype = torch.float32 if precision == "fp32" else torch.bfloat16
-    backend, why_backend = resolve_backend(flags.moe_backend, device, config, dtype, compiles)
+    backend, remark = resolve_backend(flags.moe_backend, device, config, dtype, compiles)
+    if remark:
+        logger.info(remark)
     # On unlike GPUs ranks may choose differently: a kernel is kept only where all chose it.
     if flags.moe_backend == "auto":
         agreed = any(world.all(backend == name) for name in KERNELS)
         backend = backend if agreed else "grouped"
-    flags = replace(
+    return replace(
         flags,
         precision=precision,
         moe_backend=backend,
         compile=flags.compile if compiles else "off",
         optimizer="muon" if flags.optimizer == "auto" else flags.optimizer,
     )
-    reasons = [why_precision, why_compile, why_backend]
-    return flags, [line for line in reasons if line]
 
 
 def check_fp8_experts(precision: str, device: torch.device, config: SpiderConfig):
@@ -428,18 +427,15 @@ def horizon_warnings(
     return warnings
 
 
-def rise_warning(progress: RunProgress, rate: float, horizon: int) -> list[str]:
-    """Return warnings if a run resumes at a much higher learning rate than it had.
+def rise_warning(progress: RunProgress, rate: float) -> list[str]:
+    """Return a warning if a run resumes at a much higher learning rate than it had.
 
     This happens when its horizon is raised after the rate has fallen. The warm-up is no such rise:
     the last step's rate is compared with `rate`, what it would be by the present schedule."""
     before = (progress.metrics or {}).get("lr")
     if not before or rate < MUCH_HIGHER * before:
         return []
-    return [
-        f"the learning rate rises from {before:.2e} to {rate:.2e}, and the loss with it",
-        f"the loss falls below that of the run so far only towards step {horizon}",
-    ]
+    return [f"the learning rate rises from {before:.2e} to {rate:.2e}, and the loss with it"]
 
 
 # --------------------------------------------------------------------------------------------------

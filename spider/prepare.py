@@ -70,8 +70,8 @@ SHARD_MB = 256  # size of a shard
 VALIDATES = -1
 TRAINS = 2**64
 
-# Source code and markup, as people write it. Left out are configuration, data and drawings (.yaml,
-# .toml, .xml, .svg), and notebooks.
+# Source code and markup that people write; not configuration, data, drawings (.yaml, .toml, .xml,
+# .svg) and notebooks.
 SOURCES = """
     .adoc .asm .bash .bat .c .cc .clj .cmake .cpp .cs .css .cu .cuh .cxx .dart .el .ex .exs .f .f90
     .fs .go .h .hh .hpp .hs .htm .html .java .jl .js .jsx .kt .less .lisp .lua .m .markdown .md .mjs
@@ -90,7 +90,8 @@ KINDS = dict.fromkeys(SOURCES, "document") | {
     ".arrow": "table",
 }
 
-# JSON that this program writes: not read from a directory, so that a run in it changes no text.
+# JSON that this program writes. Directories are read without it, so that a run there does not
+# change the text.
 WRITTEN = (METADATA, "metrics.jsonl")
 
 # --------------------------------------------------------------------------------------------------
@@ -159,8 +160,8 @@ class Documents:
         return KINDS.get(Path(name).suffix)
 
     def _find_files(self, argument: str) -> list[Input]:
-        """List a file, or the inputs below a directory in sorted order; count other files. A file
-        that is named, and has no extension of KINDS, is read as text."""
+        """List a named file, or the inputs below a directory in sorted order, and count the other
+        files there. A named file whose extension is not in KINDS is read as text."""
 
         def skip_folder(error: OSError):
             if error.filename == argument:
@@ -428,21 +429,17 @@ def prepare(
     if reuse:
         documents.endings = tuple(metadata.get("ext", ()))
     inputs: list[Input] = []
-    sources = {}  # by argument: a change of its files shows; those of the hub are unknown
+    sources = {}  # size and newest change of the files of each argument; 0 for the hub
     for argument in arguments:
         found = documents.find(argument)
         inputs += found
         stats = [os.stat(source.path) for source in found if os.path.exists(source.path)]
-        sources[os.path.realpath(argument) if stats else argument] = dict(
+        sources[os.path.relpath(argument)] = dict(
             size=sum(stat.st_size for stat in stats),
             modified=max((stat.st_mtime_ns for stat in stats), default=0),
         )
     if reuse and before == sources:
         return
-    if documents.unread:
-        most = documents.unread.most_common(5)
-        shown = ", ".join(f"{number:,} {name}" for name, number in most)
-        note(f"prepare: skipped by name: {shown}; --ext names all that are read")
     shard_ids = max(1, int(shard_mb * 1e6 / ID_BYTES))
     out.mkdir(parents=True, exist_ok=True)
     folder = out / UNFINISHED
@@ -452,10 +449,9 @@ def prepare(
             new = out
             while new.exists():
                 new = Path(f"{new}-new")
-            origin = " ".join(before) or "unknown data"
-            change = ", which has changed since" if reuse and [*before] == [*sources] else ""
+            origin = " ".join(before) or "other data"
             raise DataError(
-                f"{out}: has shards already, made from {origin}{change}: python data.py prepare "
+                f"{out}: has shards already, made earlier from {origin}: python data.py prepare "
                 f"{' '.join(map(quoted, arguments))} --out {quoted(new)}, then python train.py "
                 f"--data_dir {quoted(new)} --ckpt_dir {quoted(f'checkpoints/{new.name}')}"
             )
@@ -508,6 +504,10 @@ def prepare(
 def report(arguments: Sequence[str], documents: Documents, totals: dict[str, dict[str, int]]):
     """Print what was skipped, and whether there is a validation split. Raise DataError without
     training data."""
+    if documents.unread:
+        most = documents.unread.most_common(5)
+        shown = ", ".join(f"{number:,} {name}" for name, number in most)
+        note(f"prepare: skipped by name: {shown}; --ext names all that are read")
     faults = []
     for kind, count in documents.skipped.items():
         places = documents.places[kind][:20]

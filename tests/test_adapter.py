@@ -312,7 +312,7 @@ def test_sft_trains_on_the_models_own_probabilities(exported, model, tokenizer, 
 
 
 @pytest.mark.slow
-def test_the_guide_to_a_model_that_answers_trains_tables_and_added_tokens_on_answers_alone(
+def test_the_guide_to_a_model_that_answers_trains_on_answers_alone_and_changes_every_table(
     exported, tmp_path, monkeypatch, capsys
 ):
     """Every block of the page runs, with fewer steps and words."""
@@ -331,9 +331,6 @@ def test_the_guide_to_a_model_that_answers_trains_tables_and_added_tokens_on_ans
     tables = [name for name, module in base.named_modules() if hasattr(module, "lookups")]
     assert len(tables) == 3
     assert all((before[f"{name}.weight"] != after[f"{name}.weight"]).any() for name in tables)
-    trained = (before["spider.embed_tokens"] != after["spider.embed_tokens"]).any(1)
-    assert trained[259:262].all()
-    assert not trained[262:].any()
     assert 261 in tuned.generation_config.eos_token_id
     assert 261 not in tuned.generation_config.suppress_tokens
 

@@ -238,14 +238,16 @@ def gpu(monkeypatch):
     return pretend
 
 
-def test_compilation_that_fails_is_an_error_under_on_and_a_reason_under_auto(gpu):
+def test_compilation_that_fails_is_an_error_under_on_and_a_line_under_auto(gpu, new_log):
+    machine.start_log()
     device = gpu(obstacle="there is no Triton")
-    assert resolve_compile("auto", device) == (False, "there is no Triton")
+    assert not resolve_compile("auto", device)
+    assert "not compiled: there is no Triton" in new_log()
     with pytest.raises(UsageError, match="--compile: there is no Triton; or use --compile off"):
         resolve_compile("on", device)
-    assert resolve_compile("auto", gpu())[0]
-    assert not resolve_compile("auto", CPU)[0]
-    assert resolve_compile("on", CPU)[0]
+    assert resolve_compile("auto", gpu())
+    assert not resolve_compile("auto", CPU)
+    assert resolve_compile("on", CPU)
 
 
 def test_the_test_of_the_compiler_finds_errors_with_and_without_a_message_and_wrong_values(
@@ -281,7 +283,7 @@ def test_layers_that_fail_to_compile_run_uncompiled_under_auto_and_end_the_run_u
         return fail if function.__name__ == "in_one_graph" else function
 
     monkeypatch.setattr("torch.compile", broken)
-    monkeypatch.setattr(machine, "resolve_compile", lambda name, device: (True, ""))
+    monkeypatch.setattr(machine, "resolve_compile", lambda name, device: True)
     argv = run_flags(shards, tmp_path / "run", "--compile", compile, steps=2)
     assert train.command_line(argv) == status
     shown = capsys.readouterr().err

@@ -9,7 +9,6 @@ import pytest
 import data
 from conftest import settled
 from spider import log, machine
-from spider.plan import with_minutes
 from spider.run import RunProgress, StepEvents
 from train import parse_args
 
@@ -17,27 +16,9 @@ from train import parse_args
 # What was chosen
 
 
-@pytest.mark.parametrize(
-    "argv, expected",
-    (
-        (
-            "--model small --target_tokens 12e6",
-            "--lr 0.00337 follows from 2,930 steps and a width of 256 (docs/results/learning.md)",
-        ),
-        (
-            "--model tiny --target_tokens 4e6 --lr 0.0018",
-            "--lr 0.0018: without it, the recipe would take 0.00739",
-        ),
-    ),
-)
-def test_the_dry_run_says_what_a_rate_follows_from_and_what_a_given_one_replaces(argv, expected):
-    assert log.describe_recipe(settled(*argv.split()))[-1] == expected
-
-
-def test_the_horizon_that_minutes_chose_is_none_of_the_recipes_values():
-    by_recipe = settled("--model", "tiny", "--minutes", "5")
-    for plan, shown in ((by_recipe, True), (with_minutes(by_recipe, 0, 1000.0), False)):
-        assert ("--target_tokens" in log.describe_recipe(plan)[0]) == shown
+def test_the_recipe_in_the_dry_run_has_the_flags_that_were_not_given():
+    plan = settled("--model", "base", "--lr", "1", "--n_loops", "2", "--warmup_steps", "9")
+    assert log.describe_recipe(plan) == ["recipe of base: --global_batch 131072 --engram_reset"]
 
 
 # --------------------------------------------------------------------------------------------------

@@ -95,12 +95,12 @@ def test_a_precision_that_a_gpu_lacks_is_refused_with_one_that_it_has(
         "torch.cuda.is_bf16_supported",
         lambda including_emulation=True: including_emulation or auto == "bf16",
     )
-    assert machine.resolve_precision("auto", gpu)[0] == auto
+    assert machine.resolve_precision("auto", gpu) == auto
     for precision, remedy in refused.items():
         with pytest.raises(UsageError, match=f"--precision {precision}: .*--precision {remedy}"):
             machine.resolve_precision(precision, gpu)
     if not refused:
-        assert machine.resolve_precision("fp8", gpu)[0] == "fp8"
+        assert machine.resolve_precision("fp8", gpu) == "fp8"
 
 
 def test_a_run_leaves_the_callers_handlers_and_the_next_one_is_not_deterministic(new_log):

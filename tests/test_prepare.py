@@ -193,7 +193,7 @@ def test_with_ext_each_file_is_one_document_in_sorted_order():
 def test_source_code_is_read_by_its_extension_without_libraries_and_files_of_runs(capsys):
     files = {
         "in/a.py": b"import b",
-        "in/data.csv": b"1,2",
+        "in/data.csv": b"1,2\n3,4",
         "in/docs/a.MD": b"# A",
         "in/lib/site-packages/c.py": b"not ours",
         "in/metrics.jsonl": b'"not a text"',
