@@ -317,7 +317,7 @@ class Flags:
     log_every: int | None = flag(
         None,
         "steps between lines of the log; default: ten seconds, or a hundredth of the run if that "
-        "is longer",
+        "is longer, at most ten minutes",
         *SOME_STEPS,
         heading="logs",
     )
@@ -1159,11 +1159,12 @@ def main(
         is_last = step >= last_step
 
         if progress.metrics:  # a step was made
+            if is_last and step > writer.saved_step:
+                save()  # so that a kill in what follows costs no step
+
             # Once in a while: evaluate. A signal interrupts it, but not its record.
             evaluates = flags.eval_every and (is_last or step % flags.eval_every == 0)
             if evaluates and progress.val_loss is None:
-                if is_last and step > writer.saved_step:
-                    save()  # so that a kill in the evaluation costs no step
                 found = stop.may_interrupt(evaluate_now)
                 if found is not None:
                     progress.record_evaluation(found, counts=step % flags.eval_every == 0)

@@ -109,7 +109,7 @@ def find_run(name: str) -> tuple[Path, str]:
             f"first: python train.py --text FILE"
         )
     run = max(newest, key=lambda run: os.path.getmtime(newest[run]))
-    return run, f"the newest run of {len(newest)} in {directory}"
+    return run, f"the newest run (of {len(newest)} in {directory})"
 
 
 def mention_best(directory: Path, newest: dict):

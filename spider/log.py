@@ -36,13 +36,13 @@ def describe_run(
     sources: the data. inherited: the flags that the environment and --config set."""
     flags = plan.flags
     parameters = sum(p.numel() for p in plan.model.parameters()) / 1e6
-    hardware = f"{world.device}, {torch.get_num_threads()} threads"
+    hardware = f"{world.device}, threads: {torch.get_num_threads()}"
     if world.device.type == "cuda":
         hardware = torch.cuda.get_device_name(world.device)
     if world.ranks > 1:
-        hardware += f", {world.ranks} ranks"
+        hardware += f", ranks: {world.ranks}"
     lines = [
-        f"model {plan.recipe}, {parameters:.3g}M parameters, {flags.n_loops} loops; {hardware}",
+        f"model {plan.recipe}, {parameters:.3g}M parameters, loops: {flags.n_loops}; {hardware}",
         *map(str, sources),
         f"steps: {last_step:,} of {plan.step_bytes:,} bytes, saved in {flags.ckpt_dir}",
         f"chosen: {flags.precision}, compile {flags.compile}, {flags.moe_backend} experts, "

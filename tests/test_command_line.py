@@ -162,7 +162,7 @@ METRICS = """
     aux_loss z_loss ponder_loss core_loss surprise_loss
 """.split()
 LOGGED = (
-    "model tiny, 93.9M parameters, 1 loops; cpu, ",
+    "model tiny, 93.9M parameters, loops: 1; cpu, ",
     "data: 1,005,806 ids in mock, 70,053 to validate",
     "steps: 20 of 256 bytes, saved in checkpoints/mock",
     "compile off, grouped experts, muon, recompute nothing",

@@ -263,6 +263,6 @@ def test_job_with_the_signal_of_its_time_limit_is_requeued_and_ends_like_another
         assert "SIGTERM: stopped after step" in limited.log.read_text()
         for job in (other, limited):
             assert job.end() == "COMPLETED", job.log.read_text()
-            assert ", 2 ranks" in job.log.read_text()
+            assert ", ranks: 2" in job.log.read_text()
     assert_same_runs(limited.run, other.run)
     assert "resuming from" in limited.log.read_text()

@@ -96,13 +96,13 @@ def test_without_a_path_the_run_whose_newest_checkpoint_changed_last_is_used(
     def said(*argv) -> str:
         return run_sample(capsys, *argv, "--prompt", "", "--bytes", "1").err
 
-    runs = "the newest run of 3 in checkpoints"
+    runs = "the newest run (of 3 in checkpoints)"
     newest = "the newest checkpoint of"
     assert f" checkpoints/c/spider-step3.pt, step 3: {newest} {runs}\n" in said()
     assert f"c/spider-step3.pt: the lowest validation loss of {runs}, " in said("--best")
     assert f"/spider-step1.pt, step 1: {newest} checkpoints\n" in said("checkpoints")
-    below = f"checkpoints/a/b/spider-step2.pt, step 2: {newest} the newest run of 1"
-    assert f"{below} in checkpoints/a\n" in said("checkpoints/a")
+    below = f"checkpoints/a/b/spider-step2.pt, step 2: {newest} the newest run (of 1"
+    assert f"{below} in checkpoints/a)\n" in said("checkpoints/a")
 
 
 def test_control_characters_are_escaped_unless_raw(trained, writes, capsysbinary):
