@@ -123,7 +123,7 @@ def test_a_text_that_was_prepared_by_hand_with_other_flags_is_used(text, new_log
     (text.parent / "b.md").write_text("not read")
     prepare("in", "--val_fraction=0.5", "--ext=.txt", "--out=data/in")
     assert train.command_line([*TEXT.split(), "--text=in"]) == 0
-    assert "data: 1,041 training and 1,042 validation ids in data/in" in new_log()
+    assert "data: 1,041 ids in data/in, 1,042 to validate" in new_log()
 
 
 @pytest.mark.parametrize("name", ("in/a.txt", "other/a.txt"))
