@@ -923,6 +923,7 @@ def train_step(
 # Evaluation and samples
 
 SAMPLE_START = 64  # bytes of held-out text, the default prompt of a sample
+SAMPLE_SECONDS = 10.0  # after which a sample ends
 
 Validation = Mapping[str, tuple[Tensor, Tensor]]  # ids and labels [n, T] of each source
 
@@ -975,9 +976,14 @@ def log_sample(model: Spider, step: int, flags: Flags, validation: Validation):
     generator.manual_seed(step_seed(flags.seed, step, "sample"))
     whole.eval()
     n_bytes = 200 if flags.sample_every else 64  # a line or two at the end of a run
+    began = time.perf_counter()
+    generated = []
     try:
-        generated = whole.generate(prompt, n_bytes, generator=generator, n_loops=flags.n_loops)
-        text = decode(list(generated))
+        for byte in whole.generate(prompt, n_bytes, generator=generator, n_loops=flags.n_loops):
+            generated.append(byte)
+            if time.perf_counter() - began > SAMPLE_SECONDS:  # a large model on a CPU
+                break
+        text = decode(generated)
         logger.info(f"step {step} continues {decode(prompt)[-40:]!r}:")
         for line in text.split("\n"):
             logger.info(f"    {line.expandtabs()}")

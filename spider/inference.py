@@ -108,7 +108,7 @@ def find_run(name: str) -> tuple[Path, str]:
             f"{directory}: no such directory, or no checkpoint in it: name another, or train "
             f"first: python train.py --text FILE"
         )
-    run = max(newest, key=lambda run: os.path.getmtime(newest[run]))
+    run = max(newest, key=lambda run: newest[run].lstat().st_mtime)  # of a dead link, too
     return run, f"the newest run (of {len(newest)} in {directory})"
 
 

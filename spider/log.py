@@ -179,5 +179,5 @@ def how_to_train_longer(plan: Plan, progress: RunProgress, horizon: int) -> str:
         return "to continue, raise --max_steps"
     return (
         f"to train longer, add --resume {quoted(flags.ckpt_dir)} --ckpt_dir NEW --target_tokens "
-        f"MORE"
+        f"MORE, and leave out --minutes"
     )

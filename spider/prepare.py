@@ -92,7 +92,7 @@ KINDS = dict.fromkeys(SOURCES, "document") | {
 
 # JSON that this program writes. Directories are read without it, so that a run there does not
 # change the text.
-WRITTEN = (METADATA, "metrics.jsonl")
+WRITTEN = (METADATA, "metrics.jsonl", "trace.json")
 
 # --------------------------------------------------------------------------------------------------
 # Inputs become documents

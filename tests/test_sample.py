@@ -92,6 +92,7 @@ def test_without_a_path_the_run_whose_newest_checkpoint_changed_last_is_used(
         os.makedirs(folder, exist_ok=True)
         path = shutil.copy(trained / f"spider-step{stem[0]}.pt", f"{folder}/spider-step{stem}.pt")
         os.utime(path, (changed, changed))
+    os.symlink("gone", "checkpoints/c/spider-step4.pt")
 
     def said(*argv) -> str:
         return run_sample(capsys, *argv, "--prompt", "", "--bytes", "1").err
