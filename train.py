@@ -950,7 +950,10 @@ def evaluate(
         "val_bpb": total.bits_per_byte,
         "val_bytes_per_segment": total.bytes_per_segment,
     }
-    logger.info(f"validation: bpb {total.bits_per_byte:.4f}, loss {total.loss:.4f} nats per byte")
+    logger.info(
+        f"validation: bpb {total.bits_per_byte:.4f}, loss {total.loss:.4f} nats, on "
+        f"{total.targets:,} bytes"
+    )
     if len(by_source) > 1:
         for name, of_source in by_source.items():
             results[f"val_bpb/{name}"] = of_source.bits_per_byte
@@ -999,7 +1002,7 @@ def time_steps(plan: Plan, world: World, loader: Loader) -> float:
     """Measure the bytes/s of optimizer steps as in the middle of the run, for --minutes and the dry
     run. They train a model of their own."""
     flags = plan.flags
-    logger.info(f"timing steps of {plan.step_bytes:,} bytes")
+    logger.info(f"timing a few steps of {plan.step_bytes:,} bytes")
     # plan.model is the run's, and a subclass may hold what cannot be copied
     model = build_model(on_meta(plan.model_class, plan.config), plan, world)
     optimizers = optimizers_of(flags, model)

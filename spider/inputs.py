@@ -269,7 +269,7 @@ def hub_rows(name: str, field: str, config: str | None, split: str) -> Iterator[
 def without_field(field: str, names: Collection[str]) -> Fault:
     """Describe a record or a table that has fields of other names."""
     shown = ", ".join(names)[:400] or "nothing"
-    remedy = "--field NAME (of `data.py prepare`), or make one text of several: docs/guide/data.md"
+    remedy = "make one text of them (docs/guide/data.md), or use `data.py prepare --field NAME`"
     return Fault(f"without a text in {field!r}", f": it has {shown}: {remedy}")
 
 

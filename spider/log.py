@@ -178,6 +178,6 @@ def how_to_train_longer(plan: Plan, progress: RunProgress, horizon: int) -> str:
     if progress.step < horizon:
         return "to continue, raise --max_steps"
     return (
-        f"to train longer, add --resume {quoted(flags.ckpt_dir)} --ckpt_dir NEW --target_tokens "
-        f"MORE, and leave out --minutes"
+        f"to train longer: the same flags without --minutes, and --resume {quoted(flags.ckpt_dir)} "
+        f"--ckpt_dir NEW --target_tokens MORE"
     )

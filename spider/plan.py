@@ -158,10 +158,10 @@ def check_minutes(flags: "Flags", recorded: Mapping[str, Any]):
     before = recorded.get("minutes")
     if before == flags.minutes:
         return
-    remedy = "leave --minutes out" if before is None else f"give --minutes {before:g}"
+    started = "without it: leave it out" if before is None else f"with {before:g}: give that"
     raise UsageError(
-        f"--minutes {flags.minutes:g}: the run that this command continues was not started with "
-        f"it: {remedy} to continue it, or name a new --ckpt_dir, with --reset_steps if you --resume"
+        f"--minutes {flags.minutes:g}: this run was started {started} to continue it; to train it "
+        f"longer, --resume it in a new --ckpt_dir with a larger --target_tokens"
     )
 
 

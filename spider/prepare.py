@@ -61,7 +61,7 @@ from spider.shard_files import (
 )
 from spider.vocabulary import BOS_ID, EOS_ID, VOCAB_SIZE
 
-HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")  # owner/name of a data set
+HUB_NAME = re.compile(r"\w[\w.-]*/[\w.-]+")  # owner/name of a data set
 UNFINISHED = ".prepare"  # folder in --out for shards until all are complete, and for copies
 FEW = 10_000  # documents, at most, that are divided anew if a split gets too little
 SHARD_MB = 256  # size of a shard
@@ -451,9 +451,9 @@ def prepare(
                 new = Path(f"{new}-new")
             origin = " ".join(before) or "other data"
             raise DataError(
-                f"{out}: has shards already, made earlier from {origin}: python data.py prepare "
-                f"{' '.join(map(quoted, arguments))} --out {quoted(new)}, then python train.py "
-                f"--data_dir {quoted(new)} --ckpt_dir {quoted(f'checkpoints/{new.name}')}"
+                f"{out}: has shards already, of {origin} as it was then. To go on with them: "
+                f"{run_on(out)}. New ones: python data.py prepare "
+                f"{' '.join(map(quoted, arguments))} --out {quoted(new)}, then {run_on(new)}"
             )
         try:
             with naming(out):
@@ -499,6 +499,12 @@ def prepare(
         for split, total in totals.items()
     )
     say(f"{out}: {counts}")
+
+
+def run_on(data: Path) -> str:
+    """Return the flags of train.py that replace --text, for shards in a directory."""
+    run = f"checkpoints/{data.name}"
+    return f"--data_dir {quoted(data)} --ckpt_dir {quoted(run)} instead of --text"
 
 
 def report(arguments: Sequence[str], documents: Documents, totals: dict[str, dict[str, int]]):

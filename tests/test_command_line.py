@@ -134,9 +134,10 @@ def test_a_text_that_changed_or_is_another_one_is_refused_with_the_commands_for_
     capsys.readouterr()
     for name in (text, "a.txt"):
         assert refused(["--text", name], capsys) == (
-            f"train.py: error: data/a: has shards already, made earlier from in/a.txt: "
-            f"python data.py prepare {name} --out data/a-new-new, then "
-            f"python train.py --data_dir data/a-new-new --ckpt_dir checkpoints/a-new-new"
+            f"train.py: error: data/a: has shards already, of in/a.txt as it was then. "
+            f"To go on with them: --data_dir data/a --ckpt_dir checkpoints/a instead of --text. "
+            f"New ones: python data.py prepare {name} --out data/a-new-new, then "
+            f"--data_dir data/a-new-new --ckpt_dir checkpoints/a-new-new instead of --text"
         )
 
 

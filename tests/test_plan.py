@@ -98,7 +98,7 @@ def test_a_resumed_run_of_minutes_keeps_its_horizon(argv, resumes, target_tokens
 
 def test_minutes_for_a_run_that_was_started_without_them_are_refused():
     """They chose its horizon: another run would continue it unasked."""
-    with pytest.raises(UsageError, match="leave --minutes out"):
+    with pytest.raises(UsageError, match="without it: leave it out"):
         plan.check_minutes(replace(Flags(), minutes=0.05), {})
 
 
@@ -309,7 +309,7 @@ def test_minutes_give_a_horizon_by_the_measured_rate_that_a_resume_keeps(
     assert (state["step"], state["flags"]["target_tokens"]) == (2, horizon)
     assert "settings differ" not in new_log()
     line = error_of(flags, "--minutes 0.05")
-    assert "give --minutes 0.003 to continue it, or name a new --ckpt_dir" in line
+    assert "started with 0.003: give that to continue it" in line
 
 
 # --------------------------------------------------------------------------------------------------

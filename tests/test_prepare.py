@@ -254,7 +254,7 @@ def test_text_that_spells_special_ids_becomes_bytes_alone():
 
 BAD_LINES = {
     b"null": "without a text in 'text': it is None",
-    b'{"body": "x", "id": 5}': "without a text in 'text': it has body, id: --field NAME",
+    b'{"body": "x", "id": 5}': "without a text in 'text': it has body, id: make one text of",
     b'{"text": [{"role": "a"}]}': "without a text in 'text': it is [{'role': 'a'}]; chat data: ",
     b'{"text": "fi': "not JSON",
     b"[" * 100_000: "not JSON",

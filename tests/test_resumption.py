@@ -572,7 +572,7 @@ def test_finished_run_trained_longer_warns_that_its_rate_rises(train_small, new_
     train_small(flags, "--target_tokens 640", steps=3)
     directory = train_small(flags, "--target_tokens 640", steps=0)
     log = new_log()
-    assert f"add --resume {directory} --ckpt_dir NEW --target_tokens MORE, and leave out" in log
+    assert f" and --resume {directory} --ckpt_dir NEW --target_tokens MORE" in log
     assert "learning rate rises" not in log
     longer = f"{flags} --target_tokens 1280"
     train_small(longer, "--resume", directory, steps=0, ckpt="other")

@@ -413,7 +413,7 @@ def files(trained, tmp_path, monkeypatch) -> Path:
         ("run/spider-step3.pt --best", "no such directory"),
         # texts, and files to write
         ("run --eval empty.txt", "empty.txt: empty"),
-        ("run --eval no.jsonl", "no.jsonl:1: without a text in 'text': it has a: --field NAME"),
+        ("run --eval no.jsonl", "no.jsonl:1: without a text in 'text': it has a: make one text"),
         ("run --eval empty", "empty: "),
         ("run --eval one.bin", "one.bin: no byte to predict"),
         ("run --show nofile.txt", "nofile.txt: no such file; pipe a text that looks like"),
