@@ -44,7 +44,8 @@ def describe_run(
     lines = [
         f"model {plan.recipe}, {parameters:.3g}M parameters, loops: {flags.n_loops}; {hardware}",
         *map(str, sources),
-        f"steps: {last_step:,} of {plan.step_bytes:,} bytes, saved in {flags.ckpt_dir}",
+        f"steps: {last_step:,} of {plan.step_bytes:,} bytes, micro-batch {flags.micro_batch}, "
+        f"saved in {flags.ckpt_dir}",
         f"chosen: {flags.precision}, compile {flags.compile}, {flags.moe_backend} experts, "
         f"{flags.optimizer}, recompute {flags.recompute}",
     ]

@@ -165,7 +165,7 @@ METRICS = """
 LOGGED = (
     "model tiny, 93.9M parameters, loops: 1; cpu, ",
     "data: 1,005,806 ids in mock, 70,053 to validate",
-    "steps: 20 of 256 bytes, saved in checkpoints/mock",
+    "steps: 20 of 256 bytes, micro-batch 2, saved in checkpoints/mock",
     "compile off, grouped experts, muon, recompute nothing",
     "checkpoint: checkpoints/mock/spider-step20.pt, 394 MB",
     "step 20 continues '",
