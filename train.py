@@ -1168,21 +1168,15 @@ def main(
         is_last = step >= last_step
 
         if progress.metrics:  # a step was made
-            if is_last and step > writer.saved_step:
-                save()  # so that a kill in what follows costs no step
-
             # Once in a while: evaluate. A signal interrupts it, but not its record.
             evaluates = flags.eval_every and (is_last or step % flags.eval_every == 0)
             if evaluates and progress.val_loss is None:
+                if is_last and step > writer.saved_step:
+                    save()  # so that a kill in the evaluation costs no step
                 found = stop.may_interrupt(evaluate_now)
                 if found is not None:
                     progress.record_evaluation(found, counts=step % flags.eval_every == 0)
                     writer.mark_unsaved(step)  # a resumed checkpoint lacks the evaluation
-
-            # Once in a while, and at the end of the run: sample
-            samples = flags.sample_every and step % flags.sample_every == 0
-            if samples or is_last or progress.out_of_patience(flags.patience):
-                stop.may_interrupt(partial(log_sample, model, step, flags, validation))
 
             # Every step: its line of metrics.jsonl, and wandb
             if metrics_file:
@@ -1202,6 +1196,12 @@ def main(
         is_due = (step % flags.ckpt_every == 0 or is_best) and not progress.skipped
         if step > writer.saved_step and (ends or is_due):
             save()
+
+        # Once in a while, and at the end of the run: sample
+        samples = step > 0 and flags.sample_every and step % flags.sample_every == 0
+        if samples or ends:
+            stop.may_interrupt(partial(log_sample, model, step, flags, validation))
+
         progress.check_divergence(flags.max_skipped)
         if ends:
             break

@@ -338,7 +338,7 @@ REFUSALS = [
     ({}, "prepare x.txt --out o --val_fraction 1", "--val_fraction: '1' is not a number"),
     ({}, "prepare x.txt --out=", "--out: '' is not a path"),
     *(
-        ({"a.txt": b"a text", name: b"{}"}, "prepare a.txt --out o", "o: has shards already, made ")
+        ({"a.txt": b"a text", name: b"{}"}, "prepare a.txt --out o", "o: has shards already, of ")
         for name in ("o/metadata.json", "o/below/x.bin")
     ),
     ({"x.jsonl": b'"a"'}, "prepare x.jsonl --val_fraction 0.999 --out o", "lower --val_fraction"),

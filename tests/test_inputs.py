@@ -107,7 +107,7 @@ def test_binary_cell_is_its_bytes_and_one_of_another_type_is_skipped(capsys):
     [
         (
             "a.parquet --field body",
-            "without a text in 'body' (a.parquet:1: it has id, text: --field ",
+            "without a text in 'body' (a.parquet:1: it has id, text: make ",
         ),
         ("long.csv", "field larger than field limit (2000)"),
         ("twice.arrow", "nothing is read after the end of its first stream"),
