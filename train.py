@@ -1091,7 +1091,10 @@ def main(
             return 0  # without a change to any file
     for line in remarks:
         logger.info(line)
-    _, lacking = estimate.describe_needs(plan, world)
+    needs, lacking = estimate.describe_needs(plan, world)
+    if lacking:
+        for line in needs:
+            logger.info(line)
     for line in lacking:
         logger.warning(f"NOT ENOUGH {line}")
 
@@ -1184,6 +1187,13 @@ def main(
             if tracker and step > writer.saved_step:
                 tracker.log(progress.metrics, step=step)
 
+            # Once in a while, and at the end of the run: sample
+            samples = flags.sample_every and step % flags.sample_every == 0
+            if samples or is_last or progress.out_of_patience(flags.patience):
+                if is_last and step > writer.saved_step:
+                    save()  # so that a kill in the sample costs no step, nor the evaluation
+                stop.may_interrupt(partial(log_sample, model, step, flags, validation))
+
             # Once in a while, and at the end of the run: draw the curves
             seconds = time.perf_counter() - drawn
             if metrics_file and evaluates and not is_last and seconds > REDRAW_SECONDS:
@@ -1196,12 +1206,6 @@ def main(
         is_due = (step % flags.ckpt_every == 0 or is_best) and not progress.skipped
         if step > writer.saved_step and (ends or is_due):
             save()
-
-        # Once in a while, and at the end of the run: sample
-        samples = step > 0 and flags.sample_every and step % flags.sample_every == 0
-        if samples or ends:
-            stop.may_interrupt(partial(log_sample, model, step, flags, validation))
-
         progress.check_divergence(flags.max_skipped)
         if ends:
             break

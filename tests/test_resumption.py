@@ -268,21 +268,38 @@ def test_signal_saves_also_if_nobody_reads_the_log(tmp_path, start_job):
     assert last_step(tmp_path / "run") > 5
 
 
-@pytest.mark.parametrize("slow", ("evaluate", "log_sample"))
 def test_run_that_is_killed_at_its_last_evaluation_has_saved_its_last_step(
-    tmp_path, train_small, start_job, slow
+    tmp_path, train_small, start_job
 ):
-    """The evaluation is made by the same command given again. Or it is over, and a kill comes
-    before its result is saved."""
-    flags = "--eval_every 50 --sample_every 50"
+    """The evaluation is made by the same command given again."""
+    flags = "--eval_every 50"
     directory = tmp_path / "run"
-    job = start_job(flags, "--max_steps 3", slow=slow)
+    job = start_job(flags, "--max_steps 3", slow="evaluate")
     until(lambda: saved_steps(directory) == [3])
     assert end_by(job, signal.SIGKILL)[0] == -signal.SIGKILL
     assert final_state(directory)["val_loss"] is None
     resumed = train_small(flags, steps=3)
     assert_same_runs(train_small(flags, steps=3, ckpt="whole"), resumed)
     assert final_state(resumed)["val_loss"] > 0
+
+
+@pytest.mark.parametrize(
+    ("flags", "evaluates"), [("--eval_every 50", True), ("--eval_every 0", False)]
+)
+def test_run_that_is_killed_at_its_last_sample_has_saved_all(
+    tmp_path, train_small, start_job, flags, evaluates
+):
+    job = start_job(flags, "--max_steps 3", slow="log_sample")
+    directory = tmp_path / "run"
+    whole = train_small(flags, steps=3, ckpt="whole")
+
+    def is_saved() -> bool:
+        steps = saved_steps(directory)
+        return steps == [3] and (final_state(directory)["val_loss"] is not None) == evaluates
+
+    until(is_saved)
+    assert end_by(job, signal.SIGKILL)[0] == -signal.SIGKILL
+    assert_same_runs(whole, directory)
 
 
 def test_full_disk_is_a_line_and_costs_no_step_that_a_later_save_has_or_that_was_saved(
