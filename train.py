@@ -1092,9 +1092,8 @@ def main(
     for line in remarks:
         logger.info(line)
     needs, lacking = estimate.describe_needs(plan, world)
-    if lacking:
-        for line in needs:
-            logger.info(line)
+    for line in needs if lacking else ():
+        logger.info(line)
     for line in lacking:
         logger.warning(f"NOT ENOUGH {line}")
 
@@ -1194,11 +1193,11 @@ def main(
                     save()  # so that a kill in the sample costs no step, nor the evaluation
                 stop.may_interrupt(partial(log_sample, model, step, flags, validation))
 
-            # Once in a while, and at the end of the run: draw the curves
-            seconds = time.perf_counter() - drawn
-            if metrics_file and evaluates and not is_last and seconds > REDRAW_SECONDS:
+            # Once in a while: draw the curves. The end of the run draws them once more.
+            clock = time.perf_counter()
+            if metrics_file and evaluates and not is_last and clock - drawn > REDRAW_SECONDS:
                 stop.may_interrupt(partial(write_curves, directory, ends=False))
-                drawn += seconds
+                drawn = clock
 
         # Once in a while: save. `ends` is asked once: a signal may arrive at any time.
         ends = is_last or stop.agreed is not None or progress.out_of_patience(flags.patience)

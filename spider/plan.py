@@ -276,14 +276,15 @@ def with_evaluations(plan: Plan, held_out: int, origin: Origin = FROM_SCRATCH) -
     """Limit evaluations to a sixth of the training, if the recipe or --minutes chooses how many
     there are. First make fewer of them, at least one; then read fewer bytes in each.
 
-    An evaluated byte costs a third of a trained one. Only the horizon counts, not --max_steps: a
-    run that resumes with more steps evaluates like an uninterrupted one."""
+    Evaluating a byte costs a third of training on it, so all evaluations together may read half as
+    many bytes as the training. Only the horizon counts, not --max_steps: a run that resumes with
+    more steps evaluates like an uninterrupted one."""
     flags = plan.flags
     by_rule = "eval_every" in plan.defaults.rules.keys() - plan.given
     if not flags.eval_every or not (by_rule or flags.minutes):
         return plan
     affordable = flags.target_tokens // 2  # bytes of all evaluations
-    n_bytes = max(1, min(flags.eval_tokens, held_out))
+    n_bytes = max(1, min(flags.eval_tokens, held_out))  # of each
     eval_every = flags.eval_every
     if by_rule:
         most = max(1, affordable // n_bytes)

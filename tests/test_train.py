@@ -369,6 +369,15 @@ def test_a_sample_has_the_loops_of_training_and_leaves_the_model_training_also_i
     assert "no sample: not for decoding" in new_log()
 
 
+def test_a_sample_ends_when_its_time_is_over(monkeypatch, new_log):
+    model = awake(small_config())
+    model.generate = lambda *_, **__: iter(b"xy")
+    monkeypatch.setattr(train, "SAMPLE_SECONDS", 0.0)
+    train.machine.start_log()
+    train.log_sample(model, 1, train.Flags(), {})
+    assert new_log().endswith("    x\n")
+
+
 def test_ruined_weights_are_reported_instead_of_sampled(tmp_path, trained, train_small, new_log):
     state = final_state(trained)
     state["model_state_dict"]["lm_head.weight"][0, 0] = math.nan
