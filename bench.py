@@ -31,10 +31,11 @@ import torch
 
 import train
 from data import Feed, Loader, Source, mock_source, open_data
-from spider import estimate, machine
+from spider import machine
 from spider.common import end_by_exceptions, run_program
-from spider.distributed import World
-from spider.plan import Plan, settle
+from spider.training import estimate
+from spider.training.distributed import World
+from spider.training.plan import Plan, settle
 
 
 def wait(device: torch.device):

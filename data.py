@@ -57,9 +57,9 @@ from spider.common import (
     run_program,
     say,
 )
-from spider.noise import splitmix, step_seed
-from spider.prepare import SHARD_MB, Documents, prepare
-from spider.shard_files import ID_BYTES, METADATA, ShardEntry, files_below, read_metadata
+from spider.data.prepare import SHARD_MB, Documents, prepare
+from spider.data.shard_files import ID_BYTES, METADATA, ShardEntry, files_below, read_metadata
+from spider.model.noise import splitmix, step_seed
 from spider.vocabulary import IGNORED
 from tokenizer import BOS_ID, EOS_ID, PAD_ID, VOCAB_SIZE
 
@@ -594,7 +594,7 @@ class Batch:
     @classmethod
     def of(cls, ids: Tensor, labels: Tensor, noise_seed: int) -> Batch:
         """Make a batch on the host."""
-        from spider.packing import document_cu_seqlens, longest_bound
+        from spider.model.packing import document_cu_seqlens, longest_bound
 
         cu_seqlens = document_cu_seqlens(ids)
         return cls(

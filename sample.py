@@ -66,9 +66,11 @@ from spider.common import (
     say,
 )
 from spider.config import RANGES, SEQ_LEN
-from spider.distributed import World
-from spider.export import write_export
-from spider.inference import (
+from spider.data.inputs import naming, uncompressed_name
+from spider.data.prepare import KINDS, Documents, Input, ShardWriter
+from spider.inference.export import write_export
+from spider.inference.look import show
+from spider.inference.sampling import (
     Adaptation,
     Sampler,
     best_of,
@@ -81,8 +83,6 @@ from spider.inference import (
     read_checkpoint,
     score_windows,
 )
-from spider.inputs import naming, uncompressed_name
-from spider.inspect import show
 from spider.machine import (
     keep_freed_memory,
     memory_advice,
@@ -90,8 +90,8 @@ from spider.machine import (
     resolve_precision,
     start_log,
 )
-from spider.prepare import KINDS, Documents, Input, ShardWriter
-from spider.scoring import EVAL_BYTES, Totals, score_model
+from spider.training.distributed import World
+from spider.training.scoring import EVAL_BYTES, Totals, score_model
 from spider_model import Spider
 
 # --------------------------------------------------------------------------------------------------

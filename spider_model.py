@@ -51,17 +51,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from spider.attention import MLA, LatentCache
-from spider.boundaries import (
+from spider.model.attention import MLA, LatentCache
+from spider.model.boundaries import (
     Expectation,
     SurprisePredictor,
     boundary_loss,
     flexitokens_boundaries,
     surprise_loss,
 )
-from spider.contexts import Past
-from spider.decode import decoding_state, generate, generate_batch, step
-from spider.layers import (
+from spider.model.contexts import Past
+from spider.model.decode import decoding_state, generate, generate_batch, step
+from spider.model.layers import (
     Linear,
     SwiGLU,
     WideLinear,
@@ -69,7 +69,7 @@ from spider.layers import (
     rms_norm,
     wide,
 )
-from spider.memory import (
+from spider.model.memory import (
     ByteEngram,
     ConvolutionCache,
     EngramTable,
@@ -81,8 +81,8 @@ from spider.memory import (
     SegmentEngram,
     tables_of,
 )
-from spider.noise import byte_noise, dropped
-from spider.packing import (
+from spider.model.noise import byte_noise, dropped
+from spider.model.packing import (
     ALL_ROWS,
     ActiveRows,
     Packing,
@@ -92,7 +92,7 @@ from spider.packing import (
     round_up,
     row_step,
 )
-from spider.segments import (
+from spider.model.segments import (
     boundary_before_last,
     last_boundary,
     last_byte_of,
@@ -1168,7 +1168,7 @@ class Spider(nn.Module):
         return unpool_segments(z, null, b_M, packing.cu_seqlens, segment_cu_seqlens, offset_M, back)
 
     # ----------------------------------------------------------------------------------------------
-    # Decoding, see spider/decode.py
+    # Decoding, see spider/model/decode.py
 
     decoding_state = decoding_state
     step = step

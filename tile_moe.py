@@ -2,7 +2,7 @@
 
     loop      one expert after the other in plain Python: the reference for tests of the others
     grouped   rows sorted by expert, one grouped product per weight (torch's grouped_mm)
-    triton    the same by spider/grouped_triton.py, for GPUs on which torch's product is a loop
+    triton    the same by spider/model/grouped_triton.py, where torch's product is a loop
     tile      like grouped, with gating, sorting, expanding and reducing by DeepSeek's TileKernels
 
 No backend drops a token; an expert may get none or all of them.
@@ -29,9 +29,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from spider.common import SpiderError
-from spider.kernel_checks import Check, find_wrong, first_error, value_and_gradients
-from spider.layers import SwiGLU, WideLinear
-from spider.packing import round_up
+from spider.model.kernel_checks import Check, find_wrong, first_error, value_and_gradients
+from spider.model.layers import SwiGLU, WideLinear
+from spider.model.packing import round_up
 
 ALIGNMENT = 16  # rows: required by FP8 products; also limits the number of CPU kernels
 # minimum of TileKernels: Hopper, Blackwell (sm_120 is not listed, but the original ran there)
@@ -467,8 +467,8 @@ def grouped_product(rows_PD: Tensor, weights_EDF: Tensor, expert_end_E: Tensor) 
 
 
 def triton_product(rows_PD: Tensor, weights_EDF: Tensor, expert_end_E: Tensor) -> Tensor:
-    """Compute grouped_product by the kernels of spider/grouped_triton.py."""
-    from spider.grouped_triton import grouped_product as product
+    """Compute grouped_product by the kernels of spider/model/grouped_triton.py."""
+    from spider.model.grouped_triton import grouped_product as product
 
     return product(rows_PD, weights_EDF, expert_end_E)
 

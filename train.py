@@ -39,16 +39,7 @@ from torch import Tensor, nn
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from data import Batch, Feed, Loader, StepLayout, mock_source, open_data, validation_sets
-from spider import common, estimate, machine
-from spider.checkpoint import (
-    FROM_SCRATCH,
-    CheckpointWriter,
-    Origin,
-    check_finished,
-    load_origin,
-    progress_of,
-    restore,
-)
+from spider import common, machine
 from spider.common import (
     CheckpointError,
     Diverged,
@@ -60,13 +51,24 @@ from spider.common import (
     real,
 )
 from spider.config import BACKENDS, OPTIMIZERS, PRESETS, RANGES, RECOMPUTE, SEQ_LEN, SpiderConfig
-from spider.curves import REDRAW_SECONDS, write_curves
-from spider.distributed import Sharded, World, shard_model, sharding_of
-from spider.fp8 import convert_to_fp8, describe_fp8
-from spider.log import StepLog, describe_recipe, describe_run, log_end
-from spider.noise import step_seed
-from spider.optim import Optimizers
-from spider.plan import (
+from spider.data.prepare import Documents, prepare
+from spider.model.noise import step_seed
+from spider.training import estimate
+from spider.training.checkpoint import (
+    FROM_SCRATCH,
+    CheckpointWriter,
+    Origin,
+    check_finished,
+    load_origin,
+    progress_of,
+    restore,
+)
+from spider.training.curves import REDRAW_SECONDS, write_curves
+from spider.training.distributed import Sharded, World, shard_model, sharding_of
+from spider.training.fp8 import convert_to_fp8, describe_fp8
+from spider.training.log import StepLog, describe_recipe, describe_run, log_end
+from spider.training.optim import Optimizers
+from spider.training.plan import (
     Plan,
     horizon_warnings,
     print_dry_run,
@@ -76,10 +78,9 @@ from spider.plan import (
     with_half_micro_batch,
     with_minutes,
 )
-from spider.prepare import Documents, prepare
-from spider.run import Metrics, RunProgress, StopSignals, start_profiler, start_wandb
-from spider.scoring import EVAL_BYTES, Totals, score_model
-from spider.state import gather_model, materialize, model_state, on_meta
+from spider.training.run import Metrics, RunProgress, StopSignals, start_profiler, start_wandb
+from spider.training.scoring import EVAL_BYTES, Totals, score_model
+from spider.training.state import gather_model, materialize, model_state, on_meta
 from spider.vocabulary import BOS_ID
 from spider_model import Spider, SpiderOutput
 from tokenizer import decode

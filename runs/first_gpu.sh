@@ -81,7 +81,7 @@ run() {  # NAME SECONDS COMMAND...
 
 tests="python -m pytest -q -m gpu -rs"
 steps="python train.py --device cuda --model 1b --seq_len 256 --micro_batch 64 --mock_data --max_skipped 1 --eval_every 2"
-run values 300 $tests tests/test_compile.py -k a_step_on_a_gpu
+run values 300 $tests tests/model/test_compile.py -k a_step_on_a_gpu
 run eager 300 $steps --compile off --sample_every 3 --max_steps 3 --ckpt_dir "$dir/eager"
 run compiled 600 $steps --compile on --profile --max_steps 6 --ckpt_dir "$dir/compiled"
 if [ "$has_fp8" = True ]; then
@@ -116,7 +116,7 @@ done
 if sanitizer=$(PATH=$PATH:/usr/local/cuda/bin type -P compute-sanitizer); then
     # Without torch's segments, in which an access beyond a tensor is one of its neighbour
     run memcheck 900 env PYTORCH_NO_CUDA_MEMORY_CACHING=1 \
-        "$sanitizer" --tool=memcheck --report-api-errors=no --error-exitcode=9 $tests tests/test_grouped_triton.py
+        "$sanitizer" --tool=memcheck --report-api-errors=no --error-exitcode=9 $tests tests/model/test_grouped_triton.py
 fi
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -33,14 +33,14 @@ from torch.utils._pytree import keystr, tree_leaves_with_path
 import data
 import sample
 import train
-from spider import curves, estimate
-from spider.checkpoint import find_checkpoints
 from spider.config import SpiderConfig
-from spider.distributed import World
-from spider.layers import wide
-from spider.memory import EngramTable, MatchMemory
-from spider.plan import Plan, settle
-from spider.run import RunProgress
+from spider.model.layers import wide
+from spider.model.memory import EngramTable, MatchMemory
+from spider.training import curves, estimate
+from spider.training.checkpoint import find_checkpoints
+from spider.training.distributed import World
+from spider.training.plan import Plan, settle
+from spider.training.run import RunProgress
 from spider_model import Spider
 from tile_moe import multiplies_at_once
 from tokenizer import BOS_ID, EOS_ID

@@ -37,8 +37,9 @@ from torch import Tensor
 
 import spider_model
 import train
-from spider import machine, optim
+from spider import machine
 from spider.config import PRESETS
+from spider.training import optim
 from spider_model import Spider
 from table import ROWS
 from tokenizer import encode

@@ -16,8 +16,8 @@ import torch
 
 import train
 from conftest import ROOT, do_nothing_slow, metrics
-from spider import optim
-from spider.distributed import World
+from spider.training import optim
+from spider.training.distributed import World
 from train import command_line
 
 LIMIT = 240  # seconds in which processes must have ended, on a busy machine

@@ -16,7 +16,7 @@ from torch.optim.optimizer import (
 )
 
 from conftest import lookups_of, metrics
-from spider.checkpoint import checkpoint_path
+from spider.training.checkpoint import checkpoint_path
 from spider_model import Spider
 from train import command_line
 

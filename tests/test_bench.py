@@ -10,8 +10,9 @@ import torch
 import bench
 from conftest import SMALL as SIZES
 from conftest import weights_of
-from spider import machine, optim
-from spider.distributed import World
+from spider import machine
+from spider.training import optim
+from spider.training.distributed import World
 from spider_model import Spider
 
 SMALL = ["--device=cpu", "--seq_len=32", "--micro_batch=2"]

@@ -26,8 +26,8 @@ from conftest import (
 )
 from jobs import command
 from spider import machine
-from spider.checkpoint import find_checkpoints
-from spider.prepare import ShardWriter
+from spider.data.prepare import ShardWriter
+from spider.training.checkpoint import find_checkpoints
 
 # --------------------------------------------------------------------------------------------------
 # The start
@@ -148,7 +148,7 @@ def test_a_signal_while_a_text_is_prepared_ends_the_run_and_leaves_nothing(text,
         if path == Path("data/a"):
             os.kill(os.getpid(), signal.SIGTERM)
 
-    monkeypatch.setattr("spider.prepare.sync", sync)
+    monkeypatch.setattr("spider.data.prepare.sync", sync)
     assert train.command_line(TEXT.split()) == STOPPED
     assert contents(Path("data/a")) == {}
 

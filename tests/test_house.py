@@ -7,7 +7,11 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPTS = {path.stem: path for path in sorted(ROOT.glob("*.py"))}
-PACKAGE = {f"spider.{path.stem}": path for path in sorted(ROOT.glob("spider/*.py"))}
+PACKAGE = {
+    ".".join(path.relative_to(ROOT).with_suffix("").parts): path
+    for path in sorted(ROOT.glob("spider/**/*.py"))
+    if path.stem != "__init__"
+}
 MODULES = SCRIPTS | PACKAGE
 
 
@@ -48,16 +52,30 @@ def test_no_module_imports_itself_by_way_of_others(module):
     assert module not in reachable(module)
 
 
-ADAPTER = "spider.modeling_spider"  # copied into an export, beside spider_model.py
-ABOVE_THE_MODEL = {ADAPTER, "spider.inference", "spider.inspect"}  # they use a finished model
-OUTSIDE = {"spider.inference", "spider.inspect", "spider.export", ADAPTER, "sample", "bench"}
-OF_TRAIN = {"spider.plan", "spider.log"}  # parts of train.py that nobody uses beside others
+ADAPTER = "spider.inference.modeling_spider"  # copied into an export, beside spider_model.py
+ABOVE_THE_MODEL = {
+    ADAPTER,
+    "spider.inference.sampling",
+    "spider.inference.look",
+}  # they use a finished model
+OUTSIDE = {
+    "spider.inference.sampling",
+    "spider.inference.look",
+    "spider.inference.export",
+    ADAPTER,
+    "sample",
+    "bench",
+}
+OF_TRAIN = {
+    "spider.training.plan",
+    "spider.training.log",
+}  # parts of train.py that nobody uses beside others
 TRAINING = OF_TRAIN | {
-    "spider.optim",
-    "spider.checkpoint",
-    "spider.run",
-    "spider.distributed",
-    "spider.estimate",
+    "spider.training.optim",
+    "spider.training.checkpoint",
+    "spider.training.run",
+    "spider.training.distributed",
+    "spider.training.estimate",
     "data",
 }
 

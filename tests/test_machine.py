@@ -8,8 +8,9 @@ import pytest
 import torch
 from loguru import logger
 
-from spider import machine, state
+from spider import machine
 from spider.common import TooLarge, UsageError
+from spider.training import state
 
 # versions of CUDA, of this PyTorch and of the driver
 NO_GPU = (

@@ -22,8 +22,8 @@ import sample
 import spider_model
 from conftest import ROOT, final_state, metrics, refused
 from preparing import write_shard
-from spider import inference
-from spider.inference import decoder_of, read_checkpoint
+from spider.inference import sampling as inference
+from spider.inference.sampling import decoder_of, read_checkpoint
 from spider_model import Spider
 from tokenizer import BOS_ID, EOS_ID
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from conftest import ROOT, awake, documents, gradients, small_config, text
 from spider.config import RECOMPUTE
-from spider.optim import RowwiseAdagrad
+from spider.training.optim import RowwiseAdagrad
 from spider_model import Spider
 from table import EVERY_VARIANT
 from tokenizer import BOS_ID, EOS_ID, PAD_ID

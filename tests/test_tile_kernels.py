@@ -14,8 +14,8 @@ import torch
 import tile_moe
 from spider.common import UsageError
 from spider.config import SpiderConfig
-from spider.kernel_checks import find_wrong
-from spider.plan import check_fp8_experts
+from spider.model.kernel_checks import find_wrong
+from spider.training.plan import check_fp8_experts
 from stand_in_kernels import INSTALLED, D, E, K, Kernels, kernels
 from tile_moe import (
     KERNELS,
@@ -94,7 +94,7 @@ def machine(monkeypatch, kernels):
             raise RuntimeError(found.fault)
 
     triton = SimpleNamespace(grouped_product=lambda *operands: found.product(*operands))
-    monkeypatch.setitem(sys.modules, "spider.grouped_triton", triton)
+    monkeypatch.setitem(sys.modules, "spider.model.grouped_triton", triton)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: found.capability)
     monkeypatch.setattr(torch.cuda, "device", nullcontext)
     monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
@@ -196,7 +196,11 @@ def without(module):
     "backend, change, expected",
     (
         ("triton", product(spoil(value=torch.neg)), "computes wrong results on this GPU: the v"),
-        ("triton", without("spider.grouped_triton"), "cannot be imported.*pip install triton"),
+        (
+            "triton",
+            without("spider.model.grouped_triton"),
+            "cannot be imported.*pip install triton",
+        ),
         ("tile", kernel("expand_to_fused", raising(NVCC)), "fails.*: nvcc fatal   : Unsup"),
         ("tile", without("tile_kernels"), r"cannot be imported.*pip install -e \"\.\[tile\]\""),
     ),

@@ -31,8 +31,8 @@ from conftest import (
 from data import Batch, Loader, mock_source, validation_sets
 from jobs import command
 from preparing import source
-from spider.fp8 import convert_to_fp8
-from spider.run import RunProgress
+from spider.training.fp8 import convert_to_fp8
+from spider.training.run import RunProgress
 from spider_model import Spider
 from tokenizer import decode
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from conftest import ROOT, code_blocks, has_lookups
-from spider.checkpoint import load_checkpoint
-from spider.inference import model_of
-from spider.memory import EngramTable, tables_of
+from spider.inference.sampling import model_of
+from spider.model.memory import EngramTable, tables_of
+from spider.training.checkpoint import load_checkpoint
 from spider_model import Spider
 
 # Three blocks train a model, save it, and train it with another optimizer. The last one trains one

@@ -19,10 +19,10 @@ import train
 from collectives import Collective, CollectiveRecorder, disagreements
 from rehearsal import gpu
 from rehearsal.refusals import Watch, tensors
-from spider.distributed import World
-from spider.plan import settle
-from spider.run import StopSignals
-from spider.state import copy_to_host, load_model, model_state
+from spider.training.distributed import World
+from spider.training.plan import settle
+from spider.training.run import StopSignals
+from spider.training.state import copy_to_host, load_model, model_state
 
 pytestmark = pytest.mark.rehearsal
 

@@ -13,9 +13,9 @@ import train
 from rehearsal import gpu
 from rehearsal.peaks import BATCH, PEAKS
 from rehearsal.refusals import Watch, is_composite, is_view, tensors
-from spider import estimate
 from spider.config import RECOMPUTE
-from spider.distributed import Sharding
+from spider.training import estimate
+from spider.training.distributed import Sharding
 from tile_moe import ALIGNMENT
 
 pytestmark = pytest.mark.rehearsal
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.rehearsal
 @pytest.mark.parametrize("recompute", RECOMPUTE)
 @pytest.mark.parametrize("model, precision", PEAKS)
 def test_the_peak_memory_of_a_step_is_that_of_the_table(model, precision, recompute):
-    """tests/test_estimate.py compares the table with the estimate."""
+    """tests/training/test_estimate.py compares the table with the estimate."""
     gpu.stand_in()
     flags = f"--precision={precision} --recompute={recompute} {BATCH}"
     plan = gpu.settle(model, *flags.split())

@@ -19,14 +19,14 @@ import train
 from cubins import spills
 from rehearsal import gpu
 from rehearsal.refusals import REFUSALS, UNCHECKED, Watch, of
-from spider.decode import draw
-from spider.plan import Plan
+from spider.model.decode import draw
+from spider.training.plan import Plan
 
 pytestmark = pytest.mark.rehearsal
 # sequences x bytes
 BATCH = "16x256"
 RAGGED = "3x200"  # 600 rows, no multiple of 16
-# Models on an H100; on sm_120 `auto` multiplies experts by spider/grouped_triton.py
+# Models on an H100; on sm_120 `auto` multiplies experts by spider/model/grouped_triton.py
 STEPS = [
     *(
         (model, precision, 90, "grouped", BATCH)

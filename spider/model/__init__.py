@@ -1,0 +1,1 @@
+"""The model: what spider_model.py and tile_moe.py are built of, and decoding."""

@@ -1,0 +1,686 @@
+"""Checkpoints: write one atomically, read one safely, choose the one to resume from and those to
+keep.
+
+A checkpoint is one file, `spider-step{N}.pt`, whatever the number of ranks: torch.save's archive of
+tensors and plain values. It is read with `torch.load(weights_only=True)`, so loading executes no
+code. All randomness is a function of (seed, step), so there is no random state in it. The keys:
+
+    model_state_dict, optimizer_state_dict    see state.py
+    cfg, recipe                               the fields of SpiderConfig, and the preset's name
+    step, epoch, best_loss, ...               the fields of run.RunProgress
+    flags                                     those that should not change in a run
+    targets, shares                           by source: training bytes, and part of the sequences
+"""
+
+import errno
+import itertools
+import json
+import math
+import os
+import re
+import time
+import zipfile
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import asdict, fields, replace
+from operator import attrgetter
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from loguru import logger
+from torch import Tensor, nn
+
+from spider import common, machine
+from spider.common import LARGEST, CheckpointError, Range, UsageError
+from spider.config import PRESETS, SEQ_LEN, SpiderConfig
+from spider.training.distributed import World
+from spider.training.optim import Optimizers
+from spider.training.run import RunProgress
+from spider.training.state import copy_to_host, load_model
+
+if TYPE_CHECKING:
+    from data import Loader
+    from spider.training.plan import Plan
+    from spider_model import Spider
+
+REQUIRED = {"model_state_dict", "optimizer_state_dict", "step", "cfg"}
+# types of a checkpoint's entries
+ENTRIES: dict[str, Any] = {one.name: one.type for one in fields(RunProgress)} | dict(
+    model_state_dict=dict,
+    optimizer_state_dict=dict,
+    cfg=dict,
+    recipe=str,
+    flags=dict,
+    targets=list,
+    shares=list,
+)
+# types of recorded flags that have an effect before they are compared with the run's
+FLAGS: dict[str, Any] = dict(
+    seq_len=int, eval_tokens=int, target_tokens=int, minutes=float | int | None, data_dir=str
+)
+# ranges of whole numbers; others are at least 0
+SIZE = Range(1, LARGEST)
+SIZES = dict(seq_len=Range(*SEQ_LEN), eval_tokens=SIZE, target_tokens=SIZE)
+
+
+# --------------------------------------------------------------------------------------------------
+# The file format
+
+
+def write_archive(file: IO[bytes], state: dict):
+    """Write a state to a binary file; raise OSError if writing fails."""
+    try:
+        torch.save(state, file)
+    except RuntimeError as fault:  # torch.save hides the file's own error
+        raise fault.__context__ or OSError(str(fault)) from None
+
+
+def check_archive(path: Path, sums: bool):
+    """Raise ValueError or BadZipFile if the records of an archive have more bytes than the file: a
+    small file could fill the memory.
+
+    sums: the same if they do not match the archive's own checksums, which torch.load ignores."""
+    with zipfile.ZipFile(path) as archive:
+        records = archive.infolist()
+        if sum(record.file_size for record in records) > path.stat().st_size:
+            raise ValueError("its records are compressed, or overlap")
+        damaged = archive.testzip() if sums else None
+        for record in records:
+            if damaged is None and record.external_attr:
+                # torch.load does not read a record with the attribute of a directory
+                damaged = record.filename
+    if damaged is not None:
+        raise ValueError(f"truncated or altered: {damaged} is damaged")
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Turn any error inside into an OSError if the file is not at fault (NO_DAMAGE), else into a
+    CheckpointError; both name the file. A damaged or foreign file may cause errors of any kind."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except Exception as fault:
+        number = error_number(fault)
+        if number in NO_DAMAGE:
+            raise OSError(number, os.strerror(number), str(path)) from None
+        unsafe = re.search(r"Unsupported .*?(?= by default|[.] |\n|$)", str(fault))
+        first_line = str(fault).partition("\n")[0]
+        reason = unsafe[0] if unsafe else f"{type(fault).__name__}: {first_line}"
+        raise CheckpointError(
+            f"{path} is not a checkpoint that can be read safely: {reason[:300]}"
+        ) from None
+
+
+# Lack of memory, rights or file handles
+NO_DAMAGE = {errno.ENOMEM, errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE}
+
+
+def error_number(fault: Exception) -> int:
+    """Return the errno of an error that the system caused, or 0."""
+    if machine.is_out_of_memory(fault):
+        return errno.ENOMEM
+    if isinstance(fault, OSError):
+        return fault.errno or 0
+    of_torch = re.search(r"\((\d+)\)$", str(fault))  # which maps files itself
+    return int(of_torch[1]) if of_torch else 0
+
+
+# --------------------------------------------------------------------------------------------------
+# Reading
+
+
+def load_checkpoint(path: Path, mapped: bool = False) -> dict:
+    """Read a checkpoint, or an export, which has only weights; this executes nothing. Raise
+    CheckpointError if anything is wrong.
+
+    mapped: leave the tensors in the file, and skip the checksums."""
+    if not path.exists():
+        raise CheckpointError(f"{path} does not exist")
+    with reading(path):
+        if is_export(path):
+            state = read_export(path)
+        else:
+            check_regular(path)
+            check_archive(path, sums=not mapped)
+            state = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
+            missing = REQUIRED - (state.keys() if isinstance(state, dict) else set())
+            if missing:
+                raise ValueError(f"it lacks {', '.join(sorted(missing))}")
+        return recorded(state)
+
+
+def recorded(state: dict) -> dict:
+    """Return the entries of a checkpoint that a run knows. Raise an error of any kind if one has a
+    value that no run records. Its tensors are not looked at."""
+    known = {name: state[name] for name in ENTRIES if name in state}
+    types = ENTRIES | FLAGS
+    for name, value in (*known.items(), *known.get("flags", {}).items()):
+        valid = isinstance(value, types.get(name, float | int | str | None))
+        if valid and isinstance(value, float):
+            valid = math.isfinite(value) or name in ENTRIES  # best_loss begins at infinity
+        if valid and isinstance(value, int):
+            valid = SIZES.get(name, Range(0, LARGEST)).has(value)
+        if not valid:
+            raise ValueError(f"{name} has a value that no run records")
+    metrics = known.get("metrics") or {}
+    lists = [known.get(name, []) for name in ("recent", "targets", "shares")]
+    for number in (*metrics.values(), *itertools.chain(*lists)):
+        math.isfinite(number)  # raises unless this is a number that a float can hold
+    config = SpiderConfig.from_saved(known["cfg"])
+    known.setdefault("n_loops", config.n_loops)  # a checkpoint of an early version has no other
+    replace(config, n_loops=known["n_loops"])  # checks it
+    if known.get("recipe", "1b") not in PRESETS:
+        raise ValueError("its recipe is unknown")
+    return known
+
+
+def check_weights(path: Path, state: dict, model: "Spider"):
+    """Raise CheckpointError unless a state's weights have the names, shapes and kinds of a model's,
+    which may be on the meta device. Name the settings in which their configs differ."""
+    with reading(path):
+        saved = shapes_of(state["model_state_dict"])
+        expected = shapes_of(model.state_dict())
+        before = vars(SpiderConfig.from_saved(state["cfg"]))
+    if saved == expected:
+        return
+    remedy = "Leave --model and --set out, or train a new model in another --ckpt_dir"
+    different = [
+        f"{name} is {before[name]}, not {value}"
+        for name, value in vars(model.config).items()
+        if before[name] != value
+    ]
+    if not different:
+        remedy = "Load it with the program that trained it"
+        different = sorted({str(name)[:80] for name, _ in saved.items() ^ expected.items()})
+    more = ", ..." if len(different) > 3 else ""
+    raise CheckpointError(
+        f"{path}: holds another model: {'; '.join(different[:3])}{more}. {remedy}"
+    )
+
+
+def shapes_of(weights: dict[str, Tensor]) -> dict[str, tuple]:
+    """Return by name the shape of each weight, and its dtype unless that is of floating point."""
+    return {
+        name: (*weight.shape, weight.dtype.is_floating_point or weight.dtype)
+        for name, weight in weights.items()
+    }
+
+
+# --------------------------------------------------------------------------------------------------
+# Exports (see export.py): reading one executes no code either
+
+PREFIX = "spider."  # begins the names in an export: the adapter's attribute for the model
+
+
+def safetensors():
+    """Return the library; raise CheckpointError with the remedy if it is not installed."""
+    try:
+        import safetensors.torch
+    except ImportError:
+        raise CheckpointError('safetensors is not installed: pip install -e ".[hf]"') from None
+    return safetensors
+
+
+def is_export(path: Path) -> bool:
+    """Return whether a path is an export, or its weights."""
+    return path.suffix == ".safetensors" or (path / "config.json").exists()
+
+
+def weight_files(directory: Path) -> list[Path]:
+    """Return the safetensors files of an export: one, or those that an index lists, as
+    save_pretrained writes them for large models. Raise ValueError if the index names a file
+    elsewhere."""
+    only = directory / "model.safetensors"
+    index = directory / "model.safetensors.index.json"
+    if only.exists() or not index.exists():
+        return [only]
+    names = sorted(set(read_json(index)["weight_map"].values()))
+    for name in names:
+        if Path(name).name != name or not name.endswith(".safetensors"):
+            raise ValueError(
+                f"{index.name} names {name!r}, which is not a safetensors file beside it"
+            )
+    return [directory / name for name in names]
+
+
+def check_regular(path: Path):
+    """Raise ValueError for anything but a regular file: to open a pipe would wait for ever."""
+    if not path.is_file():
+        raise ValueError(f"{path.name} is not a regular file")
+
+
+def read_json(path: Path) -> Any:
+    check_regular(path)
+    return json.loads(path.read_bytes())
+
+
+def read_export(path: Path) -> dict:
+    """Read an export, a directory or one safetensors file with all weights, as the state of a
+    checkpoint: weights, cfg, n_loops and what is known of the training."""
+    if path.suffix == ".safetensors":
+        directory = path.parent
+        files = [path]
+    else:
+        directory = path
+        files = weight_files(path)
+    config = read_json(directory / "config.json")
+    weights: dict[str, Tensor] = {}
+    for file in files:
+        check_regular(file)
+        for name, weight in safetensors().torch.load_file(file).items():
+            weights[name.removeprefix(PREFIX)] = weight
+    facts = {"step": 0} | config.get("training", {})
+    return facts | dict(model_state_dict=weights, cfg=config["spider"], n_loops=config["n_loops"])
+
+
+# --------------------------------------------------------------------------------------------------
+# The directory of a run
+
+
+class SavedCheckpoint(NamedTuple):
+    """A checkpoint in a directory, and what decides whether it is kept."""
+
+    step: int
+    path: Path
+    exploded: bool = False  # whether the loss had exploded
+    val_loss: float | None = None  # nats per byte, if the step was evaluated
+    best_loss: float = math.inf  # the lowest so far
+
+    @property
+    def val_bpb(self) -> float | None:
+        """Return the validation loss in bits per byte."""
+        return None if self.val_loss is None else self.val_loss / math.log(2)
+
+
+def saved_checkpoint(path: Path, state: dict) -> SavedCheckpoint:
+    """Describe the checkpoint of a state."""
+    recorded = {name: state[name] for name in SavedCheckpoint._fields if name in state}
+    return SavedCheckpoint(**recorded | {"path": path})
+
+
+def checkpoint_path(directory: Path, step: int) -> Path:
+    """Return the path of a step's checkpoint."""
+    return directory / f"spider-step{step}.pt"
+
+
+def checkpoint_paths(directory: Path) -> list[Path]:
+    """List the paths named like checkpoints, oldest first, but not manual copies
+    (spider-step100-best.pt)."""
+    found = directory.glob("spider-step*.pt")
+    steps = {path: path.stem.removeprefix("spider-step") for path in found}
+    named = [path for path, step in steps.items() if step.isdecimal()]
+    return sorted(named, key=lambda path: int(steps[path]))
+
+
+def good_checkpoints(directory: Path, mapped: bool = False) -> Iterator[tuple[Path, dict]]:
+    """Yield path and state of a directory's checkpoints, the newest first; see load_checkpoint. For
+    one that is damaged, or has the name of another step, log a warning."""
+    for path in reversed(checkpoint_paths(directory)):
+        try:
+            state = load_checkpoint(path, mapped)
+            if path != checkpoint_path(directory, state["step"]):
+                raise CheckpointError(f"{path} is renamed: it holds step {state['step']}")
+        except CheckpointError as fault:
+            logger.warning(f"skipped: {fault}")
+        else:
+            yield path, state
+
+
+def find_checkpoints(directory: Path) -> list[SavedCheckpoint]:
+    """List a directory's good checkpoints, oldest first, without reading their tensors."""
+    newest_first = good_checkpoints(directory, mapped=True)
+    return [saved_checkpoint(path, state) for path, state in newest_first][::-1]
+
+
+def best_checkpoint(directory: Path) -> SavedCheckpoint:
+    """Return the checkpoint with the lowest validation loss in a directory (see --keep_best). Raise
+    CheckpointError if none was saved after an evaluation."""
+    best = lowest_loss(find_checkpoints(directory))
+    if best is None:
+        raise CheckpointError(
+            f"{directory}: no checkpoint in it was saved after an evaluation: train with "
+            f"--keep_best, or use the newest one"
+        )
+    return best
+
+
+class Origin(NamedTuple):
+    """The checkpoint that a run begins with."""
+
+    path: Path | None = None  # None: a run from scratch
+    state: dict | None = None
+    resumes: bool = False  # continue the checkpoint's run; else only take its weights
+
+    @property
+    def flags(self) -> dict:
+        """The flags that the checkpoint recorded."""
+        return {} if self.state is None else self.state.get("flags", {})
+
+    def without_tensors(self) -> "Origin":
+        """Return what all ranks know of a checkpoint that rank 0 has read."""
+        if self.state is None:
+            return self
+        return self._replace(state=self.state | dict(model_state_dict={}, optimizer_state_dict={}))
+
+    def is_in(self, directory: str) -> bool:
+        """Return whether a run continues in the directory of its checkpoint."""
+        return self.resumes and self.path is not None and self.path.parent == Path(directory)
+
+
+FROM_SCRATCH = Origin()
+
+
+def load_origin(directory: Path, resume: str | None, reset_steps: bool) -> Origin:
+    """Load the checkpoint that a run in a directory begins with.
+
+        the directory has     --resume                           the run
+        a good checkpoint     none, the newest, the directory    resumes from the newest
+                              another file in it                 error
+                              elsewhere                          resumes from the newest
+                              elsewhere, --reset_steps, but
+                              not what the run began from        error
+        only bad ones         in the directory                   begins with what is named
+                              none, elsewhere                    error
+        no checkpoint         any                                begins with what is named
+
+    So a command that is repeated, as by torchrun and Slurm, continues its run. A run with a good
+    checkpoint refuses --reset_steps, unless --resume names what the run began from, and is not
+    read. Raise CheckpointError in these cases, and for a checkpoint that cannot be used."""
+    newest = next(good_checkpoints(directory), None)
+    here = directory.resolve()
+    named = None
+    inside = False  # whether `resume` names the directory, or a file in it
+    if resume is not None:
+        named = Path(os.path.realpath(resume))  # Path.resolve raises for links in a circle
+        inside = here == (named if named.is_dir() else named.parent)
+    if newest is None:
+        if not inside and checkpoint_paths(directory):
+            raise CheckpointError(
+                f"--ckpt_dir: none of the checkpoints in {directory} is usable: restore a good "
+                f"one, or use another directory"
+            )
+        return begin_run(resume, reset_steps)
+    path, state = newest
+    if resume is not None and not inside:
+        # a checkpoint of an early version does not say what its run began from
+        if reset_steps and state.get("origin", str(named)) != str(named):
+            raise CheckpointError(
+                f"--reset_steps: the run in {directory} did not begin from {resume}: name a new "
+                f"--ckpt_dir; or, to continue that run, leave out --resume and --reset_steps"
+            )
+        logger.info(
+            f"{directory} holds a run, which resumes from its own checkpoint: --resume {resume} "
+            f"is not read"
+        )
+    elif reset_steps:
+        raise CheckpointError(
+            f"--reset_steps: {directory} already holds a run: name a new --ckpt_dir, and the "
+            f"checkpoint by --resume"
+        )
+    elif named not in (None, here, path.resolve()):
+        raise CheckpointError(
+            f"--resume: {directory} holds a later checkpoint than {resume}, {path.name}: to go "
+            f"back, name a new --ckpt_dir"
+        )
+    return Origin(path, state, resumes=True)
+
+
+def begin_run(resume: str | None, reset_steps: bool) -> Origin:
+    """Load what --resume names, if anything, for a run in a directory without a good checkpoint: a
+    checkpoint, an export, or the newest good checkpoint of a run's directory."""
+    if resume is None:
+        if reset_steps:
+            raise CheckpointError("--reset_steps needs --resume CHECKPOINT, whose weights it loads")
+        return FROM_SCRATCH
+    path = Path(resume)
+    if path.is_dir() and not is_export(path):
+        newest = next(good_checkpoints(path), None)
+        if newest is None:
+            raise CheckpointError(f"--resume: there is no usable checkpoint in {path}")
+        path, state = newest
+        logger.info(f"--resume {resume}: its newest good checkpoint is {path.name}")
+    else:
+        state = load_checkpoint(path)
+    if not reset_steps and "optimizer_state_dict" not in state:
+        raise CheckpointError(
+            f"--resume: {path} has no optimizer state: add --reset_steps to start a new run "
+            f"from its weights"
+        )
+    return Origin(path, state, resumes=not reset_steps)
+
+
+# --------------------------------------------------------------------------------------------------
+# Writing
+
+
+def lowest_loss(saved: Sequence[SavedCheckpoint]) -> SavedCheckpoint | None:
+    """Return the checkpoint with the lowest validation loss, the oldest of several, or None if none
+    was evaluated. `saved`: the oldest first.
+
+    Where the validation data changed, best_loss began anew (RunProgress.forget_losses). So a loss
+    below the newest checkpoint's best_loss is one of the old data, and does not count."""
+    comparable = [
+        one for one in saved if one.val_loss is not None and one.val_loss >= saved[-1].best_loss
+    ]
+    return min(comparable, key=attrgetter("val_loss"), default=None)
+
+
+class CheckpointWriter:
+    """Write checkpoints in a background thread, so that the loop only waits for the copy out of
+    device memory.
+
+    A file under its final name is complete and durable. A failure (a full disk) is logged, and the
+    next save tries again; older files stay. With several ranks, rank 0 writes and the others send
+    it their rows."""
+
+    def __init__(
+        self,
+        directory: Path,
+        keep_last: int,
+        keep_best: bool,
+        world: World,
+        step: int = 0,
+        resumes_in_place: bool = False,
+    ):
+        """step: where a run begins. resumes_in_place: its checkpoint is in the directory.
+
+        Unfinished files that a killed process left are deleted."""
+        self.directory = directory
+        self.saved: list[SavedCheckpoint] = []  # in the directory, the oldest first
+        self.keep_last = keep_last
+        self.keep_best = keep_best
+        self.world = world
+        self.saved_step = step if resumes_in_place else 0  # step of the newest saved state
+        self.host_copy: Any = None  # the newest saved state, whose memory the next save reuses
+        self.thread = ThreadPoolExecutor(1)
+        self.writing: Future[bool] = self.thread.submit(lambda: True)  # whether it succeeded
+        if world.is_rank0:
+            common.delete_unfinished(directory, "spider-step*.pt")
+            # Not later ones: load_origin found them damaged, but find_checkpoints reads no sums.
+            self.saved = [one for one in find_checkpoints(directory) if one.step <= step]
+
+    def save(self, state: dict, sync_metrics: Callable[[], None]):
+        """Wait for the previous write, copy a state, and start to write it. Every rank calls it.
+
+        sync_metrics: on rank 0, completes metrics.jsonl before the file is renamed."""
+        began = time.perf_counter()
+        self.writing.result()
+        self.host_copy = copy_to_host(state, self.host_copy, self.world.is_rank0)
+        self.saved_step = state["step"]
+        if not self.world.is_rank0:
+            return
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()  # until the copies are complete
+        in_loop = time.perf_counter() - began
+        self.writing = self.thread.submit(self._write, self.host_copy, sync_metrics, in_loop)
+
+    def mark_unsaved(self, step: int):
+        """Have the state of a step saved again, because it has changed."""
+        self.saved_step = step - 1
+
+    def holds(self, step: int) -> bool:
+        """Wait for the current write; return whether the state of a step is saved. Every rank calls
+        it."""
+        written = self.writing.result()
+        return self.world.on_rank0(lambda: self.saved_step == step and written)
+
+    def _write(self, state: dict, sync_metrics: Callable[[], None], in_loop: float) -> bool:
+        """Write a state to its file, and log the outcome. Return whether it was written. in_loop:
+        seconds that the save took in the loop."""
+        began = time.perf_counter()
+        path = checkpoint_path(self.directory, state["step"])
+        try:
+            with common.durable(path, "wb") as file:
+                write_archive(file, state)
+                sync_metrics()
+        except OSError as fault:
+            logger.error(
+                f"CHECKPOINT NOT SAVED: {path}: {fault.strerror or fault}; older ones stay as they "
+                f"are; the next save tries again"
+            )
+            return False
+        in_background = time.perf_counter() - began
+        logger.info(f"saved {path} in {in_loop:.1f} + {in_background:.1f} s")
+        self._retain(saved_checkpoint(path, state))
+        return True
+
+    def _retain(self, newest: SavedCheckpoint):
+        """Add a checkpoint to those of the directory, and delete all but these: the newest
+        `keep_last`; the newest two that had not exploded; and, if `keep_best`, the one with the
+        lowest validation loss. Two, because the update right after a sound loss may already have
+        ruined the weights."""
+        others = [one for one in self.saved if one.step != newest.step]
+        saved = [*others, newest]
+        sound = [one for one in saved if not one.exploded]
+        kept = [*saved[-self.keep_last :], *sound[-2:]]
+        best = lowest_loss(saved)
+        if self.keep_best and best is not None:
+            kept.append(best)
+        self.saved = [one for one in saved if one in kept]
+        for one in others:
+            if one in self.saved:
+                continue
+            try:
+                one.path.unlink(missing_ok=True)
+            except OSError as fault:  # immutable, of another owner, a file system's fault
+                logger.warning(
+                    f"{one.path} is no longer needed, but cannot be deleted: {fault.strerror}"
+                )
+
+
+# --------------------------------------------------------------------------------------------------
+# Resuming
+
+# What a change of these flags means for a resumed run
+READS = {"mock_data", "seq_len", "seed"}  # they decide which sequences a step reads
+EVALUATES = {"mock_data", "seq_len", "eval_tokens"}  # which bytes an evaluation reads
+# facts of the sources, see Loader.mixture, and what they are called
+MIXTURE = {"targets": "the size of the data", "shares": "the mixture of the data"}
+# Flags that may differ in a resumed run: the horizon that --minutes chose is compared instead, the
+# same data may have moved, and the same step may be split differently.
+NOT_COMPARED = {"minutes", "data_dir", "micro_batch"}
+
+
+def changes_since(state: dict, plan: "Plan", mixture: dict[str, Any]) -> dict[str, str]:
+    """Compare a plan with the checkpoint that it resumes from: describe each change by name.
+
+    What an older checkpoint lacks counts as unchanged."""
+    flags = plan.flags.recorded()
+    now = asdict(plan.config) | flags | dict(n_loops=plan.flags.n_loops, **mixture)
+    before = asdict(SpiderConfig.from_saved(state["cfg"])) | state.get("flags", {})
+    before |= {name: state[name] for name in ("n_loops", *mixture) if name in state}
+    return {
+        name: f"{MIXTURE.get(name, name)} was {before[name]}, is {value}"
+        for name, value in now.items()
+        if before.get(name, value) != value and name not in NOT_COMPARED
+    }
+
+
+def progress_of(
+    origin: Origin, plan: "Plan", loader: "Loader"
+) -> tuple[RunProgress, dict[str, str]]:
+    """Return the progress of the run that a checkpoint continues, and its `changes_since`; for
+    other runs that of step 0, and no change.
+
+    Losses that the changes make incomparable are forgotten. Raise CheckpointError if --reset_steps
+    is given, but the run was trained on other data: this is another fine-tune of its weights."""
+    flags = plan.flags
+    progress = RunProgress()
+    if flags.reset_steps and flags.resume:
+        progress.origin = os.path.realpath(flags.resume)
+    changed: dict[str, str] = {}
+    if origin.resumes:
+        assert origin.state is not None
+        names = vars(progress).keys() & origin.state.keys()
+        progress = replace(progress, **{name: origin.state[name] for name in names})
+        changed = changes_since(origin.state, plan, loader.mixture)
+        if flags.reset_steps and MIXTURE.keys() & changed.keys():
+            raise CheckpointError(
+                f"--reset_steps: the run in {flags.ckpt_dir} was trained on other data: name a new "
+                f"--ckpt_dir; or, to continue that run, leave out --resume and --reset_steps"
+            )
+    if changed:
+        evaluates = EVALUATES | MIXTURE.keys()
+        progress.forget_losses(evaluations=bool(evaluates & changed.keys()))
+        # With more data the position may be in an earlier epoch; tables are cleared when an epoch
+        # exceeds this one.
+        epoch = loader.epoch(progress.next_sequence(flags.seq_len))
+        progress.epoch = min(progress.epoch, epoch)
+    progress.n_loops = flags.n_loops
+    return progress, changed
+
+
+def check_finished(origin: Origin, plan: "Plan", progress: RunProgress, changed: dict[str, str]):
+    """Check a run that has no step left to train. Raise UsageError if it has other settings than
+    its checkpoint, or another directory, and Diverged if it had diverged."""
+    progress.check_divergence(1)
+    nothing_left = f"{origin.path}: no step is left to train"
+    longer = "train longer (--max_steps, --target_tokens, --patience)"
+    if not origin.is_in(plan.flags.ckpt_dir):
+        raise UsageError(
+            f"--resume: {nothing_left}: {longer}, or add --reset_steps to begin a new run from its "
+            f"weights"
+        )
+    if changed:
+        raise UsageError(
+            f"{nothing_left}, but settings differ: {'; '.join(changed.values())}: leave them as "
+            f"they were, {longer}, or name a new --ckpt_dir"
+        )
+
+
+def restore(
+    origin: Origin,
+    plan: "Plan",
+    model: nn.Module,
+    optimizers: Optimizers,
+    progress: RunProgress,
+    changed: dict[str, str],
+):
+    """Load a checkpoint into model and optimizers, or only its weights.
+
+    Log what is loaded, and the settings that have changed since."""
+    state = origin.state
+    if state is None:
+        return
+    what = "resuming from" if origin.resumes else "weights of"
+    logger.info(f"{what} {origin.path} (step {state['step']})")
+    load_model(model, state["model_state_dict"])
+    if not origin.resumes:
+        return
+    optimizers.load_state_dict(state["optimizer_state_dict"])
+    if changed:
+        logger.warning(f"settings differ from the run so far: {'; '.join(changed.values())}")
+    if changed.keys() & (READS | MIXTURE.keys()):
+        logger.warning(
+            "they change which text a step reads: until each source begins its next epoch, some of "
+            "its text is read again, and some is skipped"
+        )
+    if progress.exploded:
+        logger.warning(
+            f"{origin.path}: the loss had exploded by then; to go back, name an earlier checkpoint "
+            f"by --resume, and a new --ckpt_dir"
+        )

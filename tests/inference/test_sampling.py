@@ -1,0 +1,153 @@
+"""Dialogues, repetitions, and windows of a text that is scored."""
+
+import builtins
+import io
+import math
+import os
+import signal
+import sys
+
+import pytest
+import torch
+
+import sample
+from conftest import awake, small_config
+from preparing import stream
+from spider.inference.sampling import Sampler, converse, decoder_of, read_checkpoint, windows
+from spider.model.decode import forbid_repeats
+from spider_model import Spider
+from tokenizer import BOS_ID, EOS_ID
+
+MAX_BYTES = 9
+
+
+@pytest.fixture
+def model() -> Spider:
+    return awake(small_config(), seed=1).eval()
+
+
+@pytest.fixture
+def dialogue(monkeypatch, capsysbinary):
+    """Hold a dialogue of typed lines; return what the model prints in each turn, greedily."""
+
+    def hold(model: Spider, typed: list[str], stop: tuple[bytes, ...] = ()) -> list[bytes]:
+        lines = iter(typed)
+        printed = []
+
+        def type_line(prompt: str) -> str:
+            printed.append(capsysbinary.readouterr().out.removesuffix(b"\n"))
+            try:
+                return next(lines)
+            except StopIteration:
+                raise EOFError from None
+
+        monkeypatch.setattr(builtins, "input", type_line)
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO()))
+        words = f"--bytes {MAX_BYTES} --temperature 0 --no_repeat_ngram_size 0 --raw"
+        flags = sample.parse_args(words.split())
+        flags.stop = stop
+        converse(Sampler(model, flags), model.decoding_state())
+        return printed[1:]
+
+    return hold
+
+
+def test_a_cpu_with_bf16_decodes_in_fp32(trained, monkeypatch):
+    monkeypatch.setattr("spider.inference.sampling.multiplies_bf16", lambda _: True)
+    _, saved = read_checkpoint(str(trained), Spider)
+    assert decoder_of(saved, torch.device("cpu"), Spider).compute_dtype == torch.float32
+
+
+def greedy(model: Spider, text: bytes, count: int = MAX_BYTES) -> bytes:
+    """Return what the model writes after a document's beginning."""
+    return bytes(model.generate([BOS_ID, *text], count, temperature=0))
+
+
+def test_dialogue_continues_all_that_was_typed_and_written(model, dialogue):
+    printed = dialogue(model, ["ab", "", "c\\", "d", "", os.fsdecode(b"\xff")])
+    assert printed.pop(2) == b""  # between the two lines of one input
+    text = b""
+    for typed, answer in zip((b"ab", b"", b"c\nd", b"", b"\xff"), printed, strict=True):
+        if typed and text and not text.endswith(b"\n"):
+            text += b"\n"
+        text += typed
+        assert answer == greedy(model, text)
+        assert len(answer) == MAX_BYTES
+        text += answer
+
+
+def test_ctrl_c_ends_a_turn_and_keeps_its_bytes_in_context(model, dialogue, monkeypatch):
+    generate_batch = Spider.generate_batch
+
+    def interrupt_fourth_byte(*args, **kwargs):
+        for number, column in enumerate(generate_batch(*args, **kwargs)):
+            if number == 3:
+                os.kill(os.getpid(), signal.SIGINT)
+            yield column
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Spider, "generate_batch", interrupt_fourth_byte)
+        first, second = dialogue(model, ["ab", "cd"])
+    assert first == greedy(model, b"ab", 4)
+    assert second == greedy(model, b"ab" + first + b"\ncd", 4)
+    assert signal.getsignal(signal.SIGINT) == signal.default_int_handler
+
+
+@pytest.mark.parametrize(
+    "answer, before_c, before_nothing",
+    (
+        (b"d", [EOS_ID, BOS_ID], [EOS_ID, BOS_ID]),  # shorter than --bytes: EOS follows
+        (b"12345678\n", b"\n", b"\n"),
+        (b"12xy", b"y", b"y"),
+    ),
+)
+def test_input_begins_a_document_after_eos_and_follows_a_line_break_or_stop_text_directly(
+    model, dialogue, monkeypatch, answer, before_c, before_nothing
+):
+    fed = []
+    read = Sampler.read
+
+    def record_ids(self, state, ids):
+        fed.append(ids)
+        return read(self, state, ids)
+
+    monkeypatch.setattr(Sampler, "read", record_ids)
+    columns = [[byte] for byte in answer]
+    monkeypatch.setattr(Spider, "generate_batch", lambda *_, **__: iter(columns))
+    printed = dialogue(model, ["ab", "c", ""], (b"xy",))
+    assert printed == 3 * [answer.removesuffix(b"xy")]
+    assert fed == [[BOS_ID, *b"ab"], [*before_c, *b"c"], [*before_nothing]]
+
+
+@pytest.mark.parametrize("size", (1, 2, 3, 5))
+def test_no_repeat_ngram_size_forbids_what_transformers_forbids(size):
+    from transformers import NoRepeatNGramLogitsProcessor
+
+    written = torch.randint(0, 4, (3, 40), generator=torch.Generator().manual_seed(size))
+    logits = torch.randn(3, 272)
+    for n in (0, 1, size - 1, size, 40):
+        expected = logits
+        if n >= size:
+            expected = NoRepeatNGramLogitsProcessor(size)(written[:, :n], logits.clone())
+        assert torch.equal(forbid_repeats(logits, written[:, :n], size), expected)
+
+
+@pytest.mark.parametrize("seq_len", (2, 7, 16, 64))
+@pytest.mark.parametrize("length", (1, 2, 7, 8, 9, 50, 250))
+def test_windows_score_each_byte_once_with_half_a_window_of_context(seq_len, length):
+    """Or with all of the text before it. A text that fits into a window is read once. Byte i of the
+    text is i, so a label names its place."""
+    text = stream([BOS_ID, *range(length)])
+    n_windows = 1 + max(0, math.ceil((length - seq_len) / (seq_len // 2)))
+    for batch in (1, 3, 1000):
+        scored = []
+        assert sum(len(ids) for ids, _ in windows(text, seq_len, batch)) == n_windows
+        for ids, labels in windows(text, seq_len, batch):
+            assert len(ids) <= batch
+            assert ids.shape == labels.shape == (len(ids), seq_len)
+            for row, column in (labels != -100).nonzero().tolist():
+                byte = int(labels[row, column])
+                assert ids[row, column] == (byte - 1 if byte else BOS_ID)
+                assert column >= min(byte, seq_len // 2)
+                scored.append(byte)
+        assert sorted(scored) == list(range(length))

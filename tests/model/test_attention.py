@@ -1,0 +1,108 @@
+"""Attention inside documents by padded batches, and the cache of decoding."""
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from conftest import small_config
+from spider.model.attention import ALL_ROWS, MLA, LatentCache, attend_padded, rows_before
+from spider.model.packing import Packing
+from stand_in_gpu import stand_in_gpu
+
+LENGTHS = (
+    (1,),
+    (5, 1, 1, 2, 0, 3),
+    (4,) * 100 + (130,) + (4,) * 100,
+    (600, 1, 30, 17, 0, 16, 200, 513),
+)
+
+
+def attend_alone(qkv: torch.Tensor, window: int) -> torch.Tensor:
+    """Attend in one document [n, H, 3, width] by a mask over all its rows -> [n, H, width]."""
+    row = torch.arange(len(qkv))
+    distance = row[:, None] - row
+    visible = (distance >= 0) & (distance < (window or len(qkv)))
+    q, k, v = qkv.permute(2, 1, 0, 3)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=visible).transpose(0, 1)
+
+
+@pytest.mark.parametrize(
+    "dtype,atol", ((torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 0.03)), ids=str
+)
+@pytest.mark.parametrize("window", (0, 1, 24))
+@pytest.mark.parametrize("lengths", LENGTHS)
+def test_documents_attend_together_as_alone_in_value_and_gradient(lengths, window, dtype, atol):
+    rows = sum(lengths)
+    cu_seqlens = F.pad(torch.tensor(lengths).cumsum(0), (1, 0)).to(torch.int32)
+    packing = Packing.build(cu_seqlens, rows, max(lengths), small_config(), dtype, window)
+    generator = torch.Generator().manual_seed(0)
+    qkv = torch.randn(rows, 2, 3, 8, generator=generator).to(dtype).requires_grad_()
+    upstream = torch.randn(rows, 16, generator=generator).to(dtype)
+
+    out = attend_padded(qkv, packing)
+    (grad,) = torch.autograd.grad(out, qkv, upstream)
+
+    exact_qkv = qkv.detach().double().requires_grad_()
+    alone = [attend_alone(document, window) for document in exact_qkv.split(lengths)]
+    expected = torch.cat(alone).flatten(1)
+    (expected_grad,) = torch.autograd.grad(expected, exact_qkv, upstream.double())
+    torch.testing.assert_close(out.double(), expected, rtol=0, atol=atol)
+    torch.testing.assert_close(grad.double(), expected_grad, rtol=0, atol=4 * atol)
+
+
+def test_rows_before_are_those_of_the_document_the_nearest_last():
+    cu_seqlens = torch.tensor((0, 3, 5), dtype=torch.int32)
+    packing = Packing.build(cu_seqlens, 5, 3, small_config(), torch.float32)
+    x = torch.tensor((1, 2, 3, 4, 5))[:, None]
+    before = rows_before(x, packing, 2)
+    assert before[:, 0].tolist() == [[0, 0], [0, 1], [1, 2], [0, 0], [0, 4]]
+
+
+@pytest.mark.parametrize("window", (0, 1, 3, 8))
+@pytest.mark.parametrize("step_lengths", ([1] * 23, [9, 1, 1, 7, 5], [23]))
+def test_a_cache_with_a_window_keeps_only_that_and_masks_the_rest(step_lengths, window):
+    """Of two documents side by side the second starts five rows later."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(2, 30, 4, dtype=torch.float64, generator=generator)
+    q = torch.randn(2, 30, 2, 4, dtype=torch.float64, generator=generator)
+    buffer = torch.zeros(1, 1, 2, 1, 4, dtype=torch.float64)
+    before = torch.zeros(2, dtype=torch.int64)
+    for rows in ([5, 0], *([n, n] for n in step_lengths)):
+        lengths = torch.tensor(rows)
+        cu_seqlens = F.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
+        packing = Packing.build(
+            cu_seqlens, sum(rows), max(rows), small_config(), torch.float64, before=before
+        )
+        cache = LatentCache(buffer, packing, before, window).of(0)
+        now = (packing.document, packing.position)
+        out = cache.attend(q[now], x[now], scale=0.7, value_width=3)
+        for document, position, y in zip(*(t.tolist() for t in now), out, strict=True):
+            first = max(0, position + 1 - window) if window else 0
+            keys = x[document, first : position + 1]
+            weights = (0.7 * q[document, position] @ keys.T).softmax(-1)
+            torch.testing.assert_close(y, weights @ keys[:, :3], rtol=0, atol=1e-12)
+        buffer = cache.buffer
+        before = before + lengths
+    if window:
+        assert buffer.shape[3] <= max(16, 2 * (window + max(step_lengths) - 1))
+
+
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32), ids=str)
+def test_a_layer_on_a_gpu_attends_as_on_a_cpu_in_bf16_by_the_kernel(dtype):
+    """Its values would begin between the addresses that the kernel can read."""
+    config = small_config(qk_nope_head_dim=12, qk_rope_head_dim=4)
+    torch.manual_seed(0)
+    layer = MLA(config)
+    for parameter in layer.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    x = torch.randn(60, 32).to(dtype)
+    cu_seqlens = torch.tensor([0, 35, 40, 60], dtype=torch.int32)
+    outs = []
+    for device in (nullcontext, stand_in_gpu):
+        with device(), torch.no_grad():
+            packing = Packing.build(cu_seqlens, 60, 35, config, dtype, window=9)
+            outs.append(layer(x, packing, ALL_ROWS)[0])
+    assert (packing.extent is None) == (dtype == torch.float32)
+    assert (outs[1] - outs[0]).norm() < 0.02 * outs[0].norm()
