@@ -12,7 +12,7 @@ Times are medians. MFU is relative to the measured rate of bf16 products and doe
 recomputation.
 """
 
-from spider.common import start_script
+from spider.threads import start_script
 
 if __name__ == "__main__":
     start_script("bench.py")  # before torch is imported
@@ -32,7 +32,7 @@ import torch
 import train
 from data import Feed, Loader, Source, mock_source, open_data
 from spider import machine
-from spider.common import end_by_exceptions, run_program
+from spider.errors import end_by_exceptions, run_program
 from spider.training import estimate
 from spider.training.distributed import World
 from spider.training.plan import Plan, settle

@@ -16,7 +16,7 @@ it repeats.
 
 from __future__ import annotations
 
-from spider.common import start_script
+from spider.threads import start_script
 
 if __name__ == "__main__":
     start_script("data.py")
@@ -42,23 +42,18 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from spider.common import (
+from spider.data.prepare import SHARD_MB, Documents, prepare
+from spider.data.shard_files import ID_BYTES, METADATA, ShardEntry, files_below, read_metadata
+from spider.errors import (
     DataError,
-    Parser,
     ProgressBar,
     end_by_exceptions,
-    integer,
     note,
-    path_name,
     printable,
-    quoted,
-    real,
-    refuse_address,
     run_program,
     say,
 )
-from spider.data.prepare import SHARD_MB, Documents, prepare
-from spider.data.shard_files import ID_BYTES, METADATA, ShardEntry, files_below, read_metadata
+from spider.flags import Parser, integer, path_name, quoted, real, refuse_address
 from spider.model.noise import splitmix, step_seed
 from spider.vocabulary import IGNORED
 from tokenizer import BOS_ID, EOS_ID, PAD_ID, VOCAB_SIZE

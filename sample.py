@@ -31,7 +31,7 @@ of --seq_len bytes advance by half. So each byte has at least half a window of c
 its document so far.
 """
 
-from spider.common import start_script
+from spider.threads import start_script
 
 if __name__ == "__main__":
     start_script("sample.py")  # before torch is imported
@@ -51,23 +51,12 @@ from typing import Any
 import torch
 
 from data import Source, Stream, map_shard, open_source, validation_sets
-from spider.common import (
-    DataError,
-    Parser,
-    UsageError,
-    durable,
-    end_by_exceptions,
-    integer,
-    one_line,
-    path_name,
-    real,
-    refuse_address,
-    run_program,
-    say,
-)
 from spider.config import RANGES, SEQ_LEN
 from spider.data.inputs import naming, uncompressed_name
 from spider.data.prepare import KINDS, Documents, Input, ShardWriter
+from spider.errors import DataError, UsageError, end_by_exceptions, one_line, run_program, say
+from spider.files import durable
+from spider.flags import Parser, integer, path_name, real, refuse_address
 from spider.inference.export import write_export
 from spider.inference.look import show
 from spider.inference.sampling import (

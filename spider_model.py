@@ -43,14 +43,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, NamedTuple, cast
 
-from spider.config import BACKENDS, SpiderConfig  # before torch: the package sets its threads
-
 # isort: split
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
+from spider.config import BACKENDS, SpiderConfig
 from spider.model.attention import MLA, LatentCache
 from spider.model.boundaries import (
     Expectation,

@@ -21,14 +21,13 @@ import math
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-from spider.config import SpiderConfig  # before torch: the package sets its threads
-
 # isort: split
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from spider.common import SpiderError
+from spider.config import SpiderConfig
+from spider.errors import SpiderError
 from spider.model.kernel_checks import Check, find_wrong, first_error, value_and_gradients
 from spider.model.layers import SwiGLU, WideLinear
 from spider.model.packing import round_up

@@ -13,7 +13,7 @@ recipe, which sets the defaults of other flags (RECIPES in train.py); --dry_run 
 # -> evaluation -> main: set up, loop, end -> the command line. Not in the docstring, which is part
 # of --help.
 
-from spider.common import start_script
+from spider.threads import start_script
 
 if __name__ == "__main__":
     start_script("train.py")  # before torch is imported
@@ -39,19 +39,21 @@ from torch import Tensor, nn
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from data import Batch, Feed, Loader, StepLayout, mock_source, open_data, validation_sets
-from spider import common, machine
-from spider.common import (
-    CheckpointError,
-    Diverged,
-    Stopped,
-    UsageError,
-    flag,
-    integer,
-    path_name,
-    real,
-)
+from spider import errors, files, machine
 from spider.config import BACKENDS, OPTIMIZERS, PRESETS, RANGES, RECOMPUTE, SEQ_LEN, SpiderConfig
 from spider.data.prepare import Documents, prepare
+from spider.errors import CheckpointError, Diverged, Stopped, UsageError
+from spider.flags import (
+    Parser,
+    add_flags,
+    flag,
+    integer,
+    parse_words,
+    path_name,
+    read_toml,
+    real,
+    words_of,
+)
 from spider.model.noise import step_seed
 from spider.training import estimate
 from spider.training.checkpoint import (
@@ -356,10 +358,10 @@ class CommandLine(NamedTuple):
     inherited: dict[str, dict[str, Any]]  # those that others than the command line set, by source
 
 
-def flag_parser(prog: str = "train.py", description: str | None = __doc__) -> common.Parser:
+def flag_parser(prog: str = "train.py", description: str | None = __doc__) -> Parser:
     """Make the parser of Flags. What it parses holds only the flags that are given."""
-    parser = common.Parser(prog=prog, description=description, argument_default=argparse.SUPPRESS)
-    common.add_flags(parser, Flags)
+    parser = Parser(prog=prog, description=description, argument_default=argparse.SUPPRESS)
+    add_flags(parser, Flags)
     add = parser.add_argument_group("aliases").add_argument
     add(
         "--no-engram_reset",
@@ -383,7 +385,7 @@ def parse_args(
     """Parse the command line, the environment and the --config file, in this order of precedence.
 
     Raise UsageError for a bad value, or for flags that contradict one another."""
-    words = common.words_of(argv)
+    words = words_of(argv)
     if HELP & {*words}:
         print_help([word for word in words if word not in HELP], environ)
     parser = flag_parser()
@@ -393,11 +395,11 @@ def parse_args(
         text = environ.get(name.upper())
         if name not in given and text:
             word = f"--{name}={text}"
-            of_environ |= common.parse_words(parser, f"{name.upper()}={text}", [word])
+            of_environ |= parse_words(parser, f"{name.upper()}={text}", [word])
     of_file: dict[str, Any] = {}
     if "config" in given:
         path = given["config"]
-        of_file = common.parse_words(parser, f"--config: {path}", common.read_toml(path))
+        of_file = parse_words(parser, f"--config: {path}", read_toml(path))
     inherited: dict[str, dict[str, Any]] = {}
     for source, values in {"environment": of_environ, "--config": of_file}.items():
         inherited[source] = remaining(values, given)
@@ -1056,7 +1058,7 @@ def main(
     def open_directory() -> Origin:
         if not flags.dry_run:
             directory.mkdir(parents=True, exist_ok=True)
-            closing.enter_context(common.locked(directory))
+            closing.enter_context(files.locked(directory))
         return load_origin(directory, flags.resume, flags.reset_steps)
 
     origin = world.on_rank0(open_directory, Origin.without_tensors)
@@ -1274,7 +1276,7 @@ def command_line(argv: list[str] | None = None, model_class: type[Spider] = Spid
     stopped the run."""
     local_rank = 0
     try:
-        common.prepare_streams()
+        errors.prepare_streams()
         world = World()
         local_rank = world.local_rank
         with StopSignals(world.ranks) as stop:
@@ -1287,7 +1289,7 @@ def command_line(argv: list[str] | None = None, model_class: type[Spider] = Spid
                 assert number is not None  # a signal raised Stopped
                 status = 128 + number
                 if world.is_rank0:
-                    common.print_error("train.py", f"{number.name}: {where}")
+                    errors.print_error("train.py", f"{number.name}: {where}")
                 if not stop.agreed:  # before the first step others may be in a collective
                     return status
             except Diverged:  # on all ranks, after the same step
@@ -1295,9 +1297,9 @@ def command_line(argv: list[str] | None = None, model_class: type[Spider] = Spid
                 raise
             world.leave()
             return status
-    except common.EXPECTED as fault:
+    except errors.EXPECTED as fault:
         silent = local_rank > 0 and isinstance(fault, SHARED_ERRORS)
-        return common.end_of_program("train.py", fault, silent=silent)
+        return errors.end_of_program("train.py", fault, silent=silent)
 
 
 if __name__ == "__main__":

@@ -3,12 +3,12 @@
 import difflib
 import math
 import re
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
-from spider.common import Range
 from spider.vocabulary import VOCAB_SIZE
 
 BOUNDARIES = ("learned", "flexitokens", "words")
@@ -17,6 +17,26 @@ OPTIMIZERS = ("adamw", "adamw8bit", "muon")
 BACKENDS = ("loop", "grouped", "triton", "tile")  # see tile_moe.py
 SPAN_BYTES = 32  # the longest context of a memory, in bytes
 REACH = {"byte": SPAN_BYTES, "word": SPAN_BYTES, "line": 256}  # past bytes that contexts read
+
+# whole number of a flag or in a checkpoint: two of them add up within 64 bits
+LARGEST = (1 << 62) - 1
+LARGEST_FLOAT = sys.float_info.max  # infinity is in no range
+
+
+class Range(NamedTuple):
+    """The numbers from low to high; with `above`, without low."""
+
+    low: float
+    high: float = LARGEST_FLOAT
+    above: bool = False
+
+    def has(self, value: float) -> bool:
+        is_high_enough = value > self.low if self.above else value >= self.low
+        return is_high_enough and value <= self.high
+
+    def __str__(self) -> str:
+        text = f"above {self.low:,}" if self.above else f"at least {self.low:,}"
+        return f"{text}, at most {self.high:,}" if self.high < LARGEST else text
 
 
 @dataclass

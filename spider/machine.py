@@ -19,7 +19,7 @@ import torch
 from loguru import logger
 from torch import Tensor, nn
 
-from spider.common import TooLarge, UsageError, one_line
+from spider.errors import TooLarge, UsageError, one_line
 from spider.threads import memory_limit
 
 if TYPE_CHECKING:

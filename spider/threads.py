@@ -1,25 +1,80 @@
-"""The limits of the control groups (containers) of this process, and the threads of torch on a CPU:
-how many, and how long an idle one keeps its core.
+"""Prepare a process before it imports torch: its threads, its CUDA allocator; the limits of its
+control groups (containers).
 
-Importing the package calls `set_threads`, because OpenMP reads its variables once, when torch is
-loaded. By itself torch starts a thread for each core that the process may use, or in a container
-with a quota for each core of the host. Idle threads then spin for milliseconds, on cores that other
-programs want (docs/results/performance.md#threads).
+A script calls `start_script` in its first line; another program calls `set_threads`. OpenMP reads
+its variables once, when torch is loaded. Without them torch starts a thread for each core that the
+process may use, or in a container with a quota for each core of the host. Idle threads then spin
+for milliseconds, on cores that other programs want (docs/results/performance.md#threads).
 """
 
+import importlib.util
 import math
 import os
+import platform
 import re
+import signal
+import sys
+import warnings
 from collections.abc import Iterator, Mapping, MutableMapping
 from pathlib import Path
+
+from spider.errors import UsageError, run_program
+
+PARENT = os.getppid()  # the process that started this one, noted before the slow import of torch
 
 # How long a thread waits for work before it gives up its core: libgomp's in rounds of a loop,
 # 300,000 without this; libomp's (macOS) in milliseconds, 200 without this.
 WAITING = {"GOMP_SPINCOUNT": "1000", "KMP_BLOCKTIME": "1"}
 
 
+def start_script(prog: str):
+    """Prepare the process of a script, before it imports torch, which takes seconds.
+
+    Until the imports are done, Ctrl-C ends the process without a traceback. If packages are
+    missing, print a line and exit. Then set threads and allocator."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    status = run_program(check_installed, prog)
+    if status:
+        sys.exit(status)
+    set_threads()
+    set_allocator()
+
+
+def check_installed():
+    """Raise UsageError if packages are missing that every script imports."""
+    needed = ("numpy", "torch", "loguru", "filelock")
+    missing = [name for name in needed if importlib.util.find_spec(name) is None]
+    if missing:
+        raise UsageError(
+            f"{sys.executable} has no {', '.join(missing)}: activate the environment that has "
+            f"Spider, or install it by pip install -e ."
+        )
+
+
+def set_allocator():
+    """Let torch's CUDA allocator extend its segments, because the number of rows varies by step.
+
+    Call it before torch is imported. Settings of the user stay.
+
+    Not on WSL2: drivers before R615 refuse to map such segments ("CUDA driver error: unknown
+    error"), or report a lack of memory as "device not ready" (pytorch/pytorch#192330)."""
+    if "PYTORCH_CUDA_ALLOC_CONF" in os.environ or "microsoft" in platform.release().lower():
+        return
+    os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+
+
 def set_threads(environ: MutableMapping[str, str] = os.environ, root: Path = Path("/")):
-    """Set the variables of OpenMP that the user has not set."""
+    """Set the variables of OpenMP that the user has not set. Call this before torch is imported,
+    which reads them; after that it warns, and only processes started from here are
+    affected."""
+    is_late = "torch" in sys.modules and sys.modules["torch"].get_num_threads() > 1
+    if is_late and idle_threads_spin(environ):
+        warnings.warn(
+            "torch is already imported: its idle threads spin, so that next to other programs a "
+            "step may take many times as long. Call set_threads() before torch is imported; in a "
+            "notebook restart the kernel",
+            stacklevel=2,
+        )
     variables = {} if environ.get("OMP_WAIT_POLICY") else dict(WAITING)
     quota = cpu_quota(root)
     # Not without need, since programs that this one starts, such as torchrun, inherit it.
@@ -30,7 +85,7 @@ def set_threads(environ: MutableMapping[str, str] = os.environ, root: Path = Pat
 
 
 def idle_threads_spin(environ: Mapping[str, str] = os.environ) -> bool:
-    """Return whether idle threads spin, because torch was imported before this package."""
+    """Return whether torch's idle threads spin, because nothing told them to wait."""
     return not (environ.get("GOMP_SPINCOUNT") or environ.get("OMP_WAIT_POLICY"))
 
 

@@ -29,7 +29,7 @@ from data import (
     validation_sets,
 )
 from preparing import error_line, prepare, run_data, source, write_shard
-from spider import common
+from spider import errors
 from tokenizer import BOS_ID, EOS_ID, PAD_ID, VOCAB_SIZE
 
 # --------------------------------------------------------------------------------------------------
@@ -193,7 +193,7 @@ def test_validation_targets_are_shared_by_weight_among_sources_that_have_some():
     assert targets([a, padding, b], 4, 1000) == dict(a=[*range(1, 50)], b=[*range(101, 106)])
     assert targets([a, b], 4, 2) == dict(a=[1, 2])  # 1.5 and 0.5
     for val, tokens in (([], 10), ([1, 2], 0)):
-        with pytest.raises(common.DataError, match="s: no validation data"):
+        with pytest.raises(errors.DataError, match="s: no validation data"):
             validation_sets([source([1, 2], val)], 4, tokens)
 
 
@@ -419,7 +419,7 @@ def test_verify_reports_each_damaged_shard(prepared, capsys):
         line, last = [line for line in err.splitlines() if not line.startswith("verify: ")]
         assert str(prepared) in line and message in line
         assert last.endswith("o: damaged shards: 1 of 8")
-    with pytest.raises(common.DataError, match="has 0 bytes, but metadata.json says"):
+    with pytest.raises(errors.DataError, match="has 0 bytes, but metadata.json says"):
         open_data("o")
 
 
@@ -445,7 +445,7 @@ def test_show_prints_the_sequences_that_the_loader_reads(in_tmp_path, capsys):
     shown = zip(lines[::2], lines[1::2], input_ids, labels, strict=True)
     for g, (head, text, inputs, targets) in enumerate(shown, 20):
         row = [int(inputs[0]), *targets.masked_fill(targets < 0, PAD_ID).tolist()]
-        assert text == "    " + common.printable(row)
+        assert text == "    " + errors.printable(row)
         name, path, offset = re.fullmatch(r".*, (.), (.*): byte offset (.*)", head).groups()
         assert head.startswith(f"{g}: epoch {loader.epochs(g)['ab'.index(name)]}, {path[0]}, ")
         assert np.fromfile(path, "<u2", 1, offset=int(offset))[0] == row[0]

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import train
 from conftest import ROOT, make_shards, metrics, run, settled
-from spider.common import UsageError
+from spider.errors import UsageError
 from table import ROWS
 from train import Flags, parse_args
 

@@ -9,7 +9,7 @@ import torch
 from loguru import logger
 
 from spider import machine
-from spider.common import TooLarge, UsageError
+from spider.errors import TooLarge, UsageError
 from spider.training import state
 
 # versions of CUDA, of this PyTorch and of the driver

@@ -70,16 +70,43 @@ def test_a_quota_limits_threads_and_variables_of_the_user_stay(
     assert environ == after and not idle_threads_spin(environ)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("modules", ("spider_model", "tile_moe", "train", "torch, spider"))
-def test_threads_are_set_before_torch_is_imported_or_a_warning_says_that_they_are_not(
-    modules, tmp_path
-):
+@pytest.mark.parametrize("first", ("", "import torch;"))
+def test_threads_are_set_before_torch_is_imported_and_a_warning_says_that_it_is_too_late(first):
     environ = {name: value for name, value in os.environ.items() if name not in WAITING}
     environ |= dict(PYTHONPATH=str(ROOT), OMP_NUM_THREADS="2")
-    program = f"import {modules}, os; print(os.environ.get('GOMP_SPINCOUNT'))"
+    program = f"import os; {first} from spider.threads import set_threads; set_threads(); "
+    program += "print(os.environ.get('GOMP_SPINCOUNT'))"
     command = [sys.executable, "-c", program]
-    done = subprocess.run(command, env=environ, cwd=tmp_path, capture_output=True, text=True)
-    late = "torch" in modules
-    assert done.stdout.split() == [str(None if late else WAITING["GOMP_SPINCOUNT"])], done.stderr
-    assert ("torch was imported before spider" in done.stderr) == late
+    done = subprocess.run(command, env=environ, capture_output=True, text=True)
+    assert done.stdout.split() == [WAITING["GOMP_SPINCOUNT"]], done.stderr
+    assert ("torch is already imported" in done.stderr) == bool(first)
+
+
+IMPORTS = """
+import os, signal, sys, warnings
+warnings.simplefilter("error")
+before = dict(os.environ), signal.getsignal(signal.SIGINT)
+import spider, spider_model, tile_moe, data, tokenizer, sample, bench, train
+assert before == (dict(os.environ), signal.getsignal(signal.SIGINT))
+"""
+
+
+@pytest.mark.slow
+def test_imports_change_nothing_in_the_process():
+    environ = {name: value for name, value in os.environ.items() if name not in WAITING}
+    subprocess.run([sys.executable, "-c", IMPORTS], env=environ, cwd=ROOT, check=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", ("train.py", "sample.py", "bench.py"))
+def test_scripts_set_threads_before_they_import_torch(script, tmp_path):
+    """A module called torch stands in for it."""
+    (tmp_path / "torch.py").write_text("import os; print(os.environ['GOMP_SPINCOUNT']); 1 / 0")
+    (tmp_path / "probe.py").write_text(
+        f"import sys; sys.path[:0] = [{str(tmp_path)!r}, {str(ROOT)!r}]; import runpy; "
+        f"runpy.run_path({str(ROOT / script)!r}, run_name='__main__')"
+    )
+    environ = {name: value for name, value in os.environ.items() if name not in WAITING}
+    command = [sys.executable, tmp_path / "probe.py"]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True)
+    assert done.stdout.split() == [WAITING["GOMP_SPINCOUNT"]], done.stderr

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 import tile_moe
-from spider.common import UsageError
 from spider.config import SpiderConfig
+from spider.errors import UsageError
 from spider.model.kernel_checks import find_wrong
 from spider.training.plan import check_fp8_experts
 from stand_in_kernels import INSTALLED, D, E, K, Kernels, kernels

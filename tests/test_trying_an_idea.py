@@ -7,7 +7,7 @@ import torch
 import sample
 import train
 from conftest import code_blocks, metrics, run_flags, small_config, text
-from spider.common import UsageError
+from spider.errors import UsageError
 from spider.training.optim import kinds_of
 from spider_model import RecurrentBlock, Spider
 from tokenizer import EOS_ID

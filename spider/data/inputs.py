@@ -24,8 +24,9 @@ from itertools import islice
 from pathlib import Path
 from typing import IO, NamedTuple
 
-from spider import common
-from spider.common import MIB, DataError, bounded_lines
+from spider import files
+from spider.errors import DataError
+from spider.files import MIB, bounded_lines
 
 PYDOC = "pydoc_data.topics"  # in place of a path: the documentation that Python carries
 COMPRESSIONS = (".gz", ".zst")
@@ -235,7 +236,7 @@ def table_rows(path: str, file: IO[bytes], field: str) -> Iterator[object]:
 
 def csv_rows(file: IO[bytes]) -> Iterator[object]:
     """Yield the rows of a CSV file."""
-    csv.field_size_limit(common.MOST_OF_RECORD)
+    csv.field_size_limit(files.MOST_OF_RECORD)
     text = io.TextIOWrapper(file, "utf-8", "surrogateescape", newline="")
     rows = csv.DictReader(text, strict=True)  # the first row has the names
     try:
@@ -280,7 +281,7 @@ def text_of(record: object, field: str) -> bytes | Fault | None:
     where bytes are taken as they are. If there are no fields, the record is the text.
     """
     if isinstance(record, bytes):
-        limit = common.MOST_OF_RECORD
+        limit = files.MOST_OF_RECORD
         if len(record) > limit:
             return Fault(f"longer than {limit:,} bytes")
         if not record.strip():

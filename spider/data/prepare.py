@@ -24,18 +24,6 @@ from typing import IO, NamedTuple
 
 import numpy as np
 
-from spider.common import (
-    DataError,
-    ProgressBar,
-    bounded_lines,
-    durable,
-    locked,
-    note,
-    quoted,
-    refuse_address,
-    say,
-    sync,
-)
 from spider.data.inputs import (
     COMPRESSIONS,
     MIB,
@@ -59,6 +47,9 @@ from spider.data.shard_files import (
     files_below,
     read_metadata,
 )
+from spider.errors import DataError, ProgressBar, note, say
+from spider.files import bounded_lines, durable, locked, sync
+from spider.flags import quoted, refuse_address
 from spider.vocabulary import BOS_ID, EOS_ID, VOCAB_SIZE
 
 HUB_NAME = re.compile(r"\w[\w.-]*/[\w.-]+")  # owner/name of a data set

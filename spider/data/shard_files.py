@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from spider.common import DataError
+from spider.errors import DataError
 from spider.vocabulary import VOCAB_SIZE
 
 SPLITS = ("train", "val")

@@ -20,8 +20,9 @@ from pathlib import Path
 
 from loguru import logger
 
-from spider.common import ROOT, CheckpointError, locked, sync
 from spider.config import SpiderConfig
+from spider.errors import CheckpointError
+from spider.files import ROOT, locked, sync
 from spider.training.checkpoint import PREFIX, is_export, safetensors
 from spider.training.run import read_lines
 from spider.vocabulary import BOS_ID, EOS_ID, PAD_ID, VOCAB_SIZE

@@ -33,7 +33,8 @@ from loguru import logger
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from spider.common import DataError, durable, one_line, printable
+from spider.errors import DataError, one_line, printable
+from spider.files import durable
 from spider.inference.export import facts_of
 from spider.inference.sampling import progress_bar
 from spider.model.layers import rms_norm

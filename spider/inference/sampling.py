@@ -31,8 +31,9 @@ import torch.nn.functional as F
 from loguru import logger
 from torch import Tensor
 
-from spider.common import CheckpointError, ProgressBar, UsageError, one_line, quoted
 from spider.config import SpiderConfig
+from spider.errors import CheckpointError, ProgressBar, UsageError, one_line
+from spider.flags import quoted
 from spider.machine import multiplies_bf16
 from spider.model.decode import PIECE, DecodingState
 from spider.model.memory import tables_of

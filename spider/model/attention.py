@@ -23,8 +23,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from spider.common import UsageError
 from spider.config import SpiderConfig
+from spider.errors import UsageError
 from spider.model.layers import Linear, rms_norm, weight_of
 from spider.model.packing import ALL_ROWS, ActiveRows, Packing
 

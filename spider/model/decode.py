@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from spider.common import UsageError
+from spider.errors import UsageError
 from spider.model.attention import LatentCache
 from spider.model.contexts import Past
 from spider.model.memory import ConvolutionCache, MatchHistory, PackedBytes

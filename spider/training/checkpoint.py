@@ -32,9 +32,9 @@ import torch
 from loguru import logger
 from torch import Tensor, nn
 
-from spider import common, machine
-from spider.common import LARGEST, CheckpointError, Range, UsageError
-from spider.config import PRESETS, SEQ_LEN, SpiderConfig
+from spider import files, machine
+from spider.config import LARGEST, PRESETS, SEQ_LEN, Range, SpiderConfig
+from spider.errors import CheckpointError, UsageError
 from spider.training.distributed import World
 from spider.training.optim import Optimizers
 from spider.training.run import RunProgress
@@ -499,7 +499,7 @@ class CheckpointWriter:
         self.thread = ThreadPoolExecutor(1)
         self.writing: Future[bool] = self.thread.submit(lambda: True)  # whether it succeeded
         if world.is_rank0:
-            common.delete_unfinished(directory, "spider-step*.pt")
+            files.delete_unfinished(directory, "spider-step*.pt")
             # Not later ones: load_origin found them damaged, but find_checkpoints reads no sums.
             self.saved = [one for one in find_checkpoints(directory) if one.step <= step]
 
@@ -534,7 +534,7 @@ class CheckpointWriter:
         began = time.perf_counter()
         path = checkpoint_path(self.directory, state["step"])
         try:
-            with common.durable(path, "wb") as file:
+            with files.durable(path, "wb") as file:
                 write_archive(file, state)
                 sync_metrics()
         except OSError as fault:

@@ -19,7 +19,8 @@ from pathlib import Path
 import numpy as np
 from loguru import logger
 
-from spider.common import UsageError, durable, run_program
+from spider.errors import UsageError, run_program
+from spider.files import durable
 from spider.machine import quiet
 from spider.training.run import read_lines
 

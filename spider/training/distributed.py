@@ -34,8 +34,8 @@ from torch import Tensor, nn
 # torch._C adds it to the module
 from torch.multiprocessing import _prctl_pr_set_pdeathsig  # type: ignore[attr-defined]
 
-from spider import common
-from spider.common import UsageError, WorldError
+from spider import threads
+from spider.errors import UsageError, WorldError
 from spider.model.memory import EngramTable, tables_of
 
 if TYPE_CHECKING:  # their import takes most of a second, and one process does not need them
@@ -112,7 +112,7 @@ class World:
             # After SIGKILL torchrun could not stop its ranks, and they would train on unseen: the
             # kernel sends this when the thread ends that started this process, its main thread.
             _prctl_pr_set_pdeathsig(signal.SIGTERM)
-            if os.getppid() != common.PARENT:  # the parent died before this call
+            if os.getppid() != threads.PARENT:  # the parent died before this call
                 os.kill(os.getpid(), signal.SIGTERM)
         if self.ranks == 1:
             return

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from spider import machine
-from spider.common import TooLarge
+from spider.errors import TooLarge
 from spider.machine import free_memory, multiplies_bf16, process_memory
 from spider.model.memory import tables_of
 from spider.training.checkpoint import checkpoint_paths

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from loguru import logger
 
-from spider.common import quoted
+from spider.flags import quoted
 from spider.training import estimate
 from spider.training.checkpoint import checkpoint_path
 from spider.training.distributed import World

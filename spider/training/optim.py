@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from spider.common import WorldError
 from spider.config import OPTIMIZERS
+from spider.errors import WorldError
 from spider.machine import multiplies_bf16, quiet
 from spider.model.memory import EngramTable, tables_of
 from spider.training.distributed import Sharded, ShardedParameter, sharding_of

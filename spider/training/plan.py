@@ -16,8 +16,8 @@ from loguru import logger
 
 from data import Loader, StepLayout
 from spider import machine
-from spider.common import LARGEST, UsageError, say
-from spider.config import RECOMPUTE, SpiderConfig
+from spider.config import LARGEST, RECOMPUTE, SpiderConfig
+from spider.errors import UsageError, say
 from spider.model.memory import tables_of
 from spider.training import estimate
 from spider.training.checkpoint import FROM_SCRATCH, Origin, check_weights

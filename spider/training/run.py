@@ -15,8 +15,8 @@ from typing import Any, NamedTuple, TypeVar
 
 from loguru import logger
 
-from spider import common
-from spider.common import Diverged, Stopped, UsageError
+from spider import errors, files
+from spider.errors import Diverged, Stopped, UsageError
 from spider.vocabulary import VOCAB_SIZE
 
 # --------------------------------------------------------------------------------------------------
@@ -180,7 +180,7 @@ class Metrics:
 
     def __init__(self, path: Path, step: int):
         """Keep the lines before `step`; the run writes all further ones again."""
-        with common.durable(path) as file:
+        with files.durable(path) as file:
             for numbers in read_lines(path):
                 if numbers["step"] < step:
                     file.write(json.dumps(numbers) + "\n")
@@ -258,7 +258,7 @@ class StopSignals:
     def __enter__(self):
         self.before: dict[int, Any] = {}  # handlers of the caller
         if threading.current_thread() is not threading.main_thread():
-            common.note("this run is in a thread: no signal, nor Ctrl-C, stops it and saves")
+            errors.note("this run is in a thread: no signal, nor Ctrl-C, stops it and saves")
             return self
         for number in STOPS:
             handler = signal.getsignal(number)

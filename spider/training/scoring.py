@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from spider.common import ProgressBar
+from spider.errors import ProgressBar
 from spider.model.layers import cast_weights_once
 from spider.training.distributed import World
 from spider.vocabulary import IGNORED, PAD_ID

@@ -28,7 +28,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only, tree_map_with_path
 
 from spider import machine
-from spider.common import CheckpointError
+from spider.errors import CheckpointError
 from spider.training.distributed import ShardedParameter, Sharding, World, sharding_of
 
 if TYPE_CHECKING:

@@ -29,7 +29,7 @@ from preparing import (
     train_texts,
     write_shard,
 )
-from spider import common
+from spider import errors, files
 from spider.data import inputs
 
 pytestmark = pytest.mark.usefixtures("in_tmp_path")
@@ -267,7 +267,7 @@ BAD_LINES = {
 
 @pytest.mark.parametrize("bad, kind", BAD_LINES.items(), ids=[str(line[:16]) for line in BAD_LINES])
 def test_bad_lines_are_skipped_and_counted_by_kind(monkeypatch, capsys, bad, kind):
-    monkeypatch.setattr(common, "MOST_OF_RECORD", 120_000)
+    monkeypatch.setattr(files, "MOST_OF_RECORD", 120_000)
     monkeypatch.setattr(inputs, "MIB", 1000)
     write("a.jsonl", LINE + b"\n" + bad + b"\n" + LINE + bad + b"\n" + LINE)
     assert train_texts("a.jsonl") == 3 * [b"fine"]
@@ -454,7 +454,7 @@ def test_killed_prepare_leaves_no_data_and_can_be_repeated(mixed, call, count, m
     killed = run_python(KILL_IN_CALL, call, count, "prepare", *arguments.split(), "o", cwd=".")
     assert killed.returncode == -signal.SIGKILL
     assert len(os.listdir("o")) > 1
-    with pytest.raises(common.DataError, match=message):
+    with pytest.raises(errors.DataError, match=message):
         open_data("o")
     write_shard("o/.prepare/train-00077.bin", range(99))  # of a killed process with other inputs
     if "missing" in message:  # some have their names already
@@ -494,7 +494,7 @@ def test_output_directory_may_be_a_link_and_is_locked(capsys):
     write("a.txt", b"a text")
     Path("far").mkdir()
     Path("o").symlink_to("far")
-    with common.locked(Path("o")):
+    with files.locked(Path("o")):
         assert "another command is using it" in error_line(capsys, "prepare a.txt --out o")
     prepare("a.txt --shard_mb 1e-6 --out o")  # an id in each shard
     assert documents("far", "train") == [b"a tex"]

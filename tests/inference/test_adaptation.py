@@ -11,7 +11,7 @@ import torch
 import conftest
 from conftest import assert_same, lookups_of, metrics, run, weights_of
 from preparing import stream
-from spider.common import CheckpointError
+from spider.errors import CheckpointError
 from spider.inference.sampling import (
     CHUNK,
     DENSE_RATE,

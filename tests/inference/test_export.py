@@ -14,7 +14,7 @@ from safetensors import SafetensorError
 import sample
 from conftest import ROOT, final_state, refused, run_python, text
 from exporting import checkpoint, exported, load_model, model, spider
-from spider.common import locked
+from spider.files import locked
 from spider.inference.export import flat_modules
 from spider.training.checkpoint import load_checkpoint
 from train import command_line

@@ -18,7 +18,7 @@ import torch
 
 import sample
 from conftest import awake, metrics, small_config
-from spider.common import DataError
+from spider.errors import DataError
 from spider.inference import look
 from spider_model import Spider
 from tokenizer import BOS_ID

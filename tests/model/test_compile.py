@@ -31,8 +31,8 @@ from conftest import (
 )
 from data import Batch
 from spider import machine
-from spider.common import UsageError
 from spider.config import PRESETS
+from spider.errors import UsageError
 from spider.machine import resolve_compile
 from spider.model.packing import Packing
 from spider.training.fp8 import convert_to_fp8

@@ -25,7 +25,8 @@ from conftest import (
     run_python,
     saved_steps,
 )
-from spider.common import CheckpointError, locked
+from spider.errors import CheckpointError
+from spider.files import locked
 from spider.machine import start_log
 from spider.training.checkpoint import CheckpointWriter, best_checkpoint, load_checkpoint
 from spider.training.distributed import World

@@ -11,7 +11,7 @@ import pytest
 
 import train
 from conftest import STOPPED, signal_in_step
-from spider.common import UsageError
+from spider.errors import UsageError
 from spider.training import curves
 from spider.training.curves import draw_curves
 

@@ -32,7 +32,7 @@ from jobs import (
     until,
     workers,
 )
-from spider.common import SpiderError, WorldError
+from spider.errors import SpiderError, WorldError
 from spider.training import optim
 from spider.training.distributed import World
 

@@ -31,8 +31,8 @@ from data import Batch
 from jobs import command
 from rehearsal.peaks import BATCH, MODELS, PEAKS
 from spider import machine
-from spider.common import TooLarge
 from spider.config import RECOMPUTE
+from spider.errors import TooLarge
 from spider.model.memory import tables_of
 from spider.training import estimate
 from spider.training.estimate import estimate_memory, first_that_fits

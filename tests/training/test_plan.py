@@ -11,8 +11,8 @@ from conftest import final_state, metrics, on_meta, settled, world_of
 from data import Loader, mock_source
 from preparing import source
 from spider import machine
-from spider.common import UsageError
 from spider.config import SpiderConfig
+from spider.errors import UsageError
 from spider.training import plan
 from spider.training.checkpoint import FROM_SCRATCH, Origin
 from spider.training.plan import (

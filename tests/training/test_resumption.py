@@ -30,7 +30,7 @@ from conftest import (
     signal_in_step,
 )
 from jobs import Job, sleeps, steps_done, unread, until
-from spider.common import DataError, Stopped
+from spider.errors import DataError, Stopped
 from spider.model import boundaries
 from spider.training import checkpoint
 from spider.training.checkpoint import load_origin
