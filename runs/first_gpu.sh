@@ -110,8 +110,8 @@ run backends 600 bash -c '
 # Kernels: the tests that need a GPU, a process for each file; every memory access of ours, if the CUDA toolkit is
 # installed
 
-for file in tile_moe grouped_triton tile_kernels compile; do
-    run "test_$file" 900 $tests "tests/test_$file.py"
+for file in test_tile_moe model/test_grouped_triton test_tile_kernels model/test_compile; do
+    run "${file#*/}" 900 $tests "tests/$file.py"
 done
 if sanitizer=$(PATH=$PATH:/usr/local/cuda/bin type -P compute-sanitizer); then
     # Without torch's segments, in which an access beyond a tensor is one of its neighbour
@@ -136,12 +136,12 @@ for precision in $precisions; do
 done
 run short_documents 300 bash -ec '
     mkdir "$0"
-    grep -hE "^[^\"\\]{30,70}$" ./*.py spider/*.py tests/*.py | sed "s/.*/{\"text\": \"&\"}/" > "$0/lines.jsonl"
+    grep -hE "^[^\"\\]{30,70}$" ./*.py spider/*/*.py tests/*.py | sed "s/.*/{\"text\": \"&\"}/" > "$0/lines.jsonl"
     python data.py prepare "$0/lines.jsonl" --out "$0/data"
     python bench.py --only step --compile off --data_dir "$0/data" $1
     ' "$dir/short_documents" "$batch"
-for file in train command_line resumption; do
-    run "test_$file" 900 $tests "tests/test_$file.py"
+for file in test_train test_command_line training/test_resumption; do
+    run "${file#*/}" 900 $tests "tests/$file.py"
 done
 
 # ----------------------------------------------------------------------------------------------------------------------
