@@ -8,8 +8,8 @@
 # measurements. You can stop the script at any time: it writes summary.txt after each command, and each command has a
 # time limit and a log in the directory. A failed command does not stop the others, unless no process can use the GPU
 # any more. A second run skips commands that passed: to repeat one, delete first-gpu/NAME.passed; for another card or
-# other versions, name a new directory. As a guess, the script takes an hour on an H200; the limits add up to four. It
-# needs Linux and 25 GB of disk for checkpoints, which it deletes after use.
+# other versions, name a new directory. We guess an hour on an H200 for everything; the limits add up to four. The
+# script needs Linux and 25 GB of disk for checkpoints, which it deletes after use.
 set -uo pipefail
 dir=$(realpath -m "${1:?name a directory for the results}")
 if [ -e "$dir" ] && ! [ -e "$dir/values.log" ]; then  # its files of the same names would be deleted
