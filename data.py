@@ -582,14 +582,14 @@ class Batch:
     labels: Tensor  # [B, T] int64, -100 is ignored
     noise_seed: int  # for the first row's segments and dropout; the one of row i is i higher
     cu_seqlens: Tensor  # int32 [documents + 1]
-    longest: int  # upper bound of a document's length
+    max_seqlen: int  # upper bound of a document's length
     targets: int  # labels other than -100
     n_bytes: int  # ids that are not PAD
 
     @classmethod
     def of(cls, ids: Tensor, labels: Tensor, noise_seed: int) -> Batch:
         """Make a batch on the host."""
-        from spider.model.packing import document_cu_seqlens, longest_bound
+        from spider.model.packing import document_cu_seqlens, max_seqlen_of
 
         cu_seqlens = document_cu_seqlens(ids)
         return cls(
@@ -597,7 +597,7 @@ class Batch:
             labels=labels,
             noise_seed=noise_seed,
             cu_seqlens=cu_seqlens,
-            longest=longest_bound(cu_seqlens, ids.shape[1]),
+            max_seqlen=max_seqlen_of(cu_seqlens, ids.shape[1]),
             targets=int((labels != IGNORED).sum()),
             n_bytes=int((ids != PAD_ID).sum()),
         )

@@ -58,7 +58,7 @@ from spider.model.boundaries import (
     flexitokens_boundaries,
     surprise_loss,
 )
-from spider.model.contexts import Past
+from spider.model.contexts import PastBytes
 from spider.model.decode import decoding_state, generate, generate_batch, step
 from spider.model.layers import (
     Linear,
@@ -76,20 +76,20 @@ from spider.model.memory import (
     MatchMemory,
     OutputEngram,
     PackedBytes,
-    Recollection,
+    RetrievedMemory,
     SegmentEngram,
     tables_of,
 )
 from spider.model.noise import byte_noise, dropped
 from spider.model.packing import (
-    ALL_ROWS,
-    ActiveRows,
+    ALL_TOKENS,
+    ActiveTokens,
     Packing,
     check_ids,
     document_cu_seqlens,
-    mark_rows_dynamic,
+    mark_tokens_dynamic,
+    padding_multiple,
     round_up,
-    row_step,
 )
 from spider.model.segments import (
     boundary_before_last,
@@ -130,7 +130,7 @@ class Block(nn.Module):
 
     def run(self, x_MD: Tensor, packing: Packing, cache: LatentCache | None = None) -> Tensor:
         """Compute the layer; a subclass overrides this."""
-        attended_MD, _ = self.attention(rms_norm(x_MD), packing, ALL_ROWS, cache=cache)
+        attended_MD, _ = self.attention(rms_norm(x_MD), packing, ALL_TOKENS, cache=cache)
         x_MD = x_MD + attended_MD
         return x_MD + self.ffn(rms_norm(x_MD))
 
@@ -179,20 +179,20 @@ class RecurrentBlock(nn.Module):
         self,
         x_nD: Tensor,
         packing: Packing,
-        recalled: Recollection | None,
-        active: ActiveRows,
+        retrieved: RetrievedMemory | None,
+        active: ActiveTokens,
         state: LayerState,
         caches: LayerCaches,
         decided: Routing | None = None,
     ) -> LayerOutput:
         """Compute one visit of the active rows.
 
-        recalled: of this layer's Engram. state: of the loop before. decided: a routing to reuse,
+        retrieved: of this layer's Engram. state: of the loop before. decided: a routing to reuse,
         see MoE."""
         latents, convolved = state
         latent_cache, convolution_cache = caches
         if self.engram is not None:
-            x_nD, convolved = self.engram(x_nD, recalled, active, convolved, convolution_cache)
+            x_nD, convolved = self.engram(x_nD, retrieved, active, convolved, convolution_cache)
         attended_nD, latents = self.attention(
             rms_norm(x_nD), packing, active, latents, latent_cache
         )
@@ -204,8 +204,8 @@ class RecurrentBlock(nn.Module):
         self,
         x_nD: Tensor,
         packing: Packing,
-        recalled: Recollection | None,
-        active: ActiveRows,
+        retrieved: RetrievedMemory | None,
+        active: ActiveTokens,
         state: LayerState,
         recompute: bool,
     ) -> tuple[Tensor | None, ...]:
@@ -217,7 +217,7 @@ class RecurrentBlock(nn.Module):
 
         def compute(x_nD: Tensor) -> tuple[Tensor | None, ...]:
             y_nD, routing, (latents, convolved) = self(
-                x_nD, packing, recalled, active, state, NO_CACHES
+                x_nD, packing, retrieved, active, state, NO_CACHES
             )
             return y_nD, latents, convolved, routing.score, routing.topk_idx
 
@@ -233,8 +233,8 @@ def visit(
     layer: RecurrentBlock,
     x_nD: Tensor,
     packing: Packing,
-    recalled: Recollection | None,
-    active: ActiveRows,
+    retrieved: RetrievedMemory | None,
+    active: ActiveTokens,
     state: LayerState,
     caches: LayerCaches,
     recompute: bool,
@@ -245,25 +245,25 @@ def visit(
     gradient."""
     if layer.compiled is not None and torch.is_grad_enabled():
         dynamic = [x_nD, *vars(active).values(), *state, *vars(packing).values()]
-        if recalled is not None:
-            dynamic += recalled
-        mark_rows_dynamic(*dynamic)
+        if retrieved is not None:
+            dynamic += retrieved
+        mark_tokens_dynamic(*dynamic)
         y_nD, latents, convolved, score_nE, topk_idx_nK = layer.compiled(
-            layer, x_nD, packing, recalled, active, state, recompute
+            layer, x_nD, packing, retrieved, active, state, recompute
         )
         routing = Routing(score_nE, topk_idx_nK, None)
         return LayerOutput(y_nD, routing, LayerState(latents, convolved))
     if not recompute:
-        return layer(x_nD, packing, recalled, active, state, caches)
+        return layer(x_nD, packing, retrieved, active, state, caches)
 
     decided: Routing | None = None  # by the first call of `compute`, for the recomputation
 
     def compute(x_nD: Tensor) -> LayerOutput:
         nonlocal decided
-        output = layer(x_nD, packing, recalled, active, state, caches, decided)
+        output = layer(x_nD, packing, retrieved, active, state, caches, decided)
         if decided is None:
             # without the score, which would keep the first call's graph in memory
-            decided = Routing(None, output.routing.topk_idx, output.routing.rows)
+            decided = Routing(None, output.routing.topk_idx, output.routing.slots)
         return output
 
     return checkpoint(compute, x_nD, use_reentrant=False, preserve_rng_state=False)
@@ -292,7 +292,7 @@ class Halting:
         still in the core, whose number the host has to wait for; else compute all rows."""
         self.threshold = threshold
         self.drop_halted = drop_halted
-        self.active = ALL_ROWS
+        self.active = ALL_TOKENS
         self.share_N = share_N  # 0 from the loop in which a segment halts
         self.running_N = share_N > 0
         self.remaining_N = torch.ones_like(share_N)  # 1 - weights so far; 0 once halted
@@ -324,7 +324,7 @@ class Halting:
         index = None
         if self.drop_halted:
             index = active_N.nonzero().squeeze(1)  # host synchronisation
-        self.active = ActiveRows(active_N, index, self.running_N)
+        self.active = ActiveTokens(active_N, index, self.running_N)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -336,7 +336,7 @@ class CorePass:
     """The inputs of a forward pass through the core, other than the pooled segments z [N, D]."""
 
     packing: Packing  # packing of the segments
-    past: Past  # of the last byte of each segment
+    past: PastBytes  # of the last byte of each segment
     share_N: Tensor  # 1 / segments, 0 for padding rows
     n_loops: int
     recompute: bool = False  # activation checkpointing of every visit of a layer
@@ -435,7 +435,7 @@ class RecurrentCore(nn.Module):
         halting = Halting(core_pass.share_N, self.config.act_threshold, drop_halted)
         e_ND = dropped(rms_norm(z_ND), core_pass.dropout, core_pass.noise_N, CORE_INPUT)
         decay_D = self.decay()  # A, the same in every loop
-        recalled = self._recall(z_ND, core_pass)
+        retrieved = self._retrieve(z_ND, core_pass)
         states = [LayerState()] * len(self.layers)
         visits: list[RoutedVisit] = []
         h_nD: Tensor | None = None
@@ -450,7 +450,7 @@ class RecurrentCore(nn.Module):
                     layer,
                     y_nD,
                     core_pass.packing,
-                    recalled[i],
+                    retrieved[i],
                     active,
                     states[i],
                     core_pass.caches_of(i, t, self.config.engram_layers),
@@ -493,7 +493,7 @@ class RecurrentCore(nn.Module):
         """Return A h + B e + loop_embedding, summed in fp32; h is None before the first loop."""
         embedding_D = self.loop_embedding[loop]
         if self.compiled is not None and torch.is_grad_enabled():
-            mark_rows_dynamic(h_nD, e_nD)
+            mark_tokens_dynamic(h_nD, e_nD)
             return self.compiled(self, h_nD, e_nD, embedding_D, decay_D)
         return self.in_one_graph(h_nD, e_nD, embedding_D, decay_D)
 
@@ -524,16 +524,16 @@ class RecurrentCore(nn.Module):
     # ----------------------------------------------------------------------------------------------
     # Before and after the loops
 
-    def _recall(self, z_ND: Tensor, core_pass: CorePass) -> list[Recollection | None]:
+    def _retrieve(self, z_ND: Tensor, core_pass: CorePass) -> list[RetrievedMemory | None]:
         """Look up each layer's Engram, once for all loops."""
         position_N = core_pass.packing.position
-        recalled: list[Recollection | None] = []
+        retrieved: list[RetrievedMemory | None] = []
         for layer in self.layers:
             if layer.engram is None:
-                recalled.append(None)
+                retrieved.append(None)
             else:
-                recalled.append(layer.engram.recall(core_pass.past, position_N, z_ND.dtype))
-        return recalled
+                retrieved.append(layer.engram.retrieve(core_pass.past, position_N, z_ND.dtype))
+        return retrieved
 
     def _read_out(self, normed_ND: Tensor) -> Tensor:
         """Project states to outputs [N, O * D], one row per segment offset."""
@@ -883,7 +883,7 @@ class Spider(nn.Module):
         n_loops: int | None = None,
         noise_seed: int | Tensor | None = None,
         cu_seqlens: Tensor | None = None,
-        longest: int | None = None,
+        max_seqlen: int | None = None,
         dropout: float = 0.0,
         halting_warmup: float = 1.0,
         segment_noise: bool = True,
@@ -894,7 +894,7 @@ class Spider(nn.Module):
         defaults to the config's. Documents end at EOS and begin at BOS; every row begins one.
 
         cu_seqlens: document_cu_seqlens(input_ids), if computed on the host beforehand, which saves
-        a wait for the device. longest: its longest_bound, by default T.
+        a wait for the device. max_seqlen: its max_seqlen_of, by default T.
 
         In training mode only:
         noise_seed: the noise of row i, for segments and dropout, is a function of noise_seed + i;
@@ -917,7 +917,7 @@ class Spider(nn.Module):
         draws_ends = segment_noise and self.boundary_predictor is not None
         if self.training and (dropout or draws_ends):
             noise_M = byte_noise(noise_seed, sequences, length, input_ids.device).flatten()
-        packed = self._pack(input_ids, cu_seqlens, longest, noise_M)
+        packed = self._pack(input_ids, cu_seqlens, max_seqlen, noise_M)
 
         x_MD = self.before_core(packed)
         x_MD = dropped(x_MD, byte_dropout, noise_M, BYTES_BEFORE_CORE)
@@ -947,22 +947,22 @@ class Spider(nn.Module):
         self,
         input_ids: Tensor,
         cu_seqlens: Tensor | None,
-        longest: int | None,
+        max_seqlen: int | None,
         noise_M: Tensor | None,
     ) -> PackedBytes:
         """Find the documents of a batch, the last bytes before each byte, and matches."""
         c = self.config
         if cu_seqlens is None:
             cu_seqlens = document_cu_seqlens(input_ids)
-        if longest is None:
-            longest = input_ids.shape[1]
+        if max_seqlen is None:
+            max_seqlen = input_ids.shape[1]
         ids_M = input_ids.reshape(-1)
         packing = Packing.build(
-            cu_seqlens, len(ids_M), longest, c, self.compute_dtype, c.byte_window
+            cu_seqlens, len(ids_M), max_seqlen, c, self.compute_dtype, c.byte_window
         )
         if self.compiled:  # else each number of documents would need another graph, and each bound
-            mark_rows_dynamic(cu_seqlens, packing.extent)
-        past = Past(ids_M, packing.position, torch.arange(len(ids_M), device=ids_M.device))
+            mark_tokens_dynamic(cu_seqlens, packing.max_seqlen_as_size)
+        past = PastBytes(ids_M, packing.position, torch.arange(len(ids_M), device=ids_M.device))
         matches = None
         if self.engram_match is not None:
             matches = self.engram_match(past, packing.document)
@@ -1039,7 +1039,7 @@ class Spider(nn.Module):
         result = self.core(F.pad(z_ND, (0, 0, 0, padding)), core_pass)
         output = result.output[:segments]
 
-        null = self.null_rows()
+        null = self.null_output()
         unpooled_MD = self.unpool(output, null, b_M, packing, segment_cu_seqlens)
         expectation = None
         predictor = self.boundary_predictor
@@ -1061,15 +1061,15 @@ class Spider(nn.Module):
     def _pack_segments(
         self, segments: int, segment_cu_seqlens: Tensor, packed: PackedBytes
     ) -> Packing:
-        """Pack segments and padding: rows are padded to a few numbers (see row_step). The padding
+        """Pack segments and padding: rows are padded to a few numbers (see padding_multiple). The padding
         is a separate document."""
-        longest = packed.packing.longest  # in bytes: no document has more segments
-        step = row_step(len(packed.ids_M), longest)
+        max_bytes = packed.packing.max_seqlen  # in bytes: no document has more segments
+        step = padding_multiple(len(packed.ids_M), max_bytes)
         rows = round_up(max(1, segments), step)
         if rows > segments:
             segment_cu_seqlens = F.pad(segment_cu_seqlens, (0, 1), value=rows)
-        bound = max(longest, step)  # most segments in a document, most rows in the padding
-        return Packing.build(segment_cu_seqlens, rows, bound, self.config, self.compute_dtype)
+        max_seqlen = max(max_bytes, step)  # most segments in a document, most rows in the padding
+        return Packing.build(segment_cu_seqlens, rows, max_seqlen, self.config, self.compute_dtype)
 
     def _without_core(self) -> CoreResult:
         """Return the result of a model with byte layers alone: no segment, all losses zero."""
@@ -1126,7 +1126,7 @@ class Spider(nn.Module):
         self,
         z_ND: Tensor,
         packing: Packing,
-        past: Past,
+        past: PastBytes,
         share_N: Tensor,
         n_loops: int,
         latents: LatentCache,
@@ -1138,7 +1138,7 @@ class Spider(nn.Module):
         core_pass = CorePass(packing, past, share_N, n_loops, latents=latents, convolved=convolved)
         return self.core(z_ND, core_pass).output
 
-    def null_rows(self) -> Tensor:
+    def null_output(self) -> Tensor:
         """Return the unpooled output for bytes before a document's first boundary, at all offsets:
         [O * D]."""
         return self.null_segment.repeat(self.config.segment_offsets)

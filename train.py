@@ -672,7 +672,7 @@ def warm_up(model: Spider, plan: Plan, batch: Batch):
                     flags.n_loops,
                     noise_seed,
                     batch.cu_seqlens,
-                    batch.longest,
+                    batch.max_seqlen,
                     dropout=flags.dropout,
                 )
                 out.loss.backward()
@@ -788,7 +788,7 @@ def accumulate(model: Spider, batches: list[Batch], now: StepSettings) -> dict[s
                 now.n_loops,
                 batch.noise_seed,
                 batch.cu_seqlens,
-                batch.longest,
+                batch.max_seqlen,
                 dropout=now.dropout,
                 halting_warmup=now.halting_warmup,
             )

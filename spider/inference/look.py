@@ -134,7 +134,7 @@ class Record:
 
     def _record_visit(self, i: int, layer: RecurrentBlock, args: tuple, output: LayerOutput):
         """Hook after layer i of the core."""
-        x, _, recalled, active = args[:4]
+        x, _, retrieved, active = args[:4]
         is_running = torch.ones(len(x), dtype=torch.bool)
         if active.running is not None:
             is_running = active.running.cpu()
@@ -151,7 +151,7 @@ class Record:
             tokens = chosen.bincount(minlength=self.model.config.n_routed_experts)
             self.load[visit] = self.load.get(visit, 0) + tokens
         if layer.engram is not None:
-            gate = layer.engram.gate(x, recalled.key).flatten().float().cpu()
+            gate = layer.engram.gate(x, retrieved.key).flatten().float().cpu()
             self.gates[visit].append(gate[self.core_rows].masked_fill(~is_running, math.nan))
 
 

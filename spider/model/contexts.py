@@ -51,7 +51,7 @@ def word_ends(ids_L: Tensor, position_L: Tensor) -> Tensor:
     return after_word_byte & ~is_word_byte
 
 
-class Past:
+class PastBytes:
     """The bytes of a text up to each of M bytes, within their documents.
 
     Bytes a to b - 1 of the text are hashed from sums over its beginning, mod 2^64:
@@ -75,9 +75,9 @@ class Past:
         self.newest_ends_of: dict[str, Tensor] = {}  # by unit
         self.key_of: dict[str, Tensor] = {}  # by context
 
-    def select(self, chosen: Tensor) -> "Past":
+    def select(self, chosen: Tensor) -> "PastBytes":
         """Return the past of the chosen ones of the M bytes, by index."""
-        return Past(self.ids, self.position, self.index.index_select(0, chosen))
+        return PastBytes(self.ids, self.position, self.index.index_select(0, chosen))
 
     @cached_property
     def word_ends(self) -> Tensor:

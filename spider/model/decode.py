@@ -28,7 +28,7 @@ from torch import Tensor
 
 from spider.errors import UsageError
 from spider.model.attention import LatentCache
-from spider.model.contexts import Past
+from spider.model.contexts import PastBytes
 from spider.model.memory import ConvolutionCache, MatchHistory, PackedBytes
 from spider.model.packing import Packing, check_ids, document_starts
 from spider.model.segments import add_open_segments, last_byte_of, sum_segments
@@ -64,7 +64,7 @@ class DecodingState:
     byte_latents: Tensor  # [prelude and coda layers, 1, B, S, C + R], normed and rotated
     segment_latents: Tensor  # [core layers, n_loops, B, S, C + R], of each segment's last loop
     convolved: Tensor  # [Engram layers of the core, n_loops, B, S, D], convolution inputs
-    # by number of a byte layer that calls attention.rows_before: its last rows, [B, count, D]
+    # by number of a byte layer that calls attention.tokens_before: its last rows, [B, count, D]
     kept: dict[int, Tensor] = field(default_factory=dict)
 
     def copy(self, rows: list[int] | None = None) -> "DecodingState":
@@ -82,7 +82,7 @@ class DecodingState:
         return DecodingState(**copies)
 
     def start_documents(self, starts: Tensor, null: Tensor | None):
-        """Reset the rows, bool [B], where a new document starts. null: see Spider.null_rows.
+        """Reset the rows, bool [B], where a new document starts. null: see Spider.null_output.
 
         Bytes, latents and history of the document before remain, but with its position at 0, a row
         sees none of them."""
@@ -179,7 +179,7 @@ def decoding_state(model: Any, rows: int = 1, n_loops: int | None = None) -> Dec
     def zeros(*shape: int, dtype: torch.dtype = model.compute_dtype) -> Tensor:
         return torch.zeros(shape, dtype=dtype, device=model.embed_tokens.device)
 
-    null = zeros(c.hidden_size) if model.core is None else model.null_rows()
+    null = zeros(c.hidden_size) if model.core is None else model.null_output()
     return DecodingState(
         n_loops=n_loops,
         last_bytes=zeros(rows, c.reach, dtype=torch.int64).fill_(PAD_ID),
@@ -335,7 +335,7 @@ def _read_piece(model: Any, input_ids: Tensor, state: DecodingState) -> Tensor:
     # Whether the first byte starts a document, as the byte before it decides.
     starts = document_starts(known[:, -length - 1 :])[:, 1]
     if starts.any():
-        state.start_documents(starts, None if model.core is None else model.null_rows())
+        state.start_documents(starts, None if model.core is None else model.null_output())
     packed = _pack(model, input_ids, known, state)
 
     cache = LatentCache(
@@ -377,7 +377,7 @@ def _pack(model: Any, input_ids: Tensor, known: Tensor, state: DecodingState) ->
     column = torch.arange(known.shape[1], device=known.device)
     position = state.position[:, None] + column - before
     index = torch.arange(known.numel(), device=known.device).view_as(known)[:, before:]
-    past = Past(known.flatten(), position.flatten(), index.flatten())
+    past = PastBytes(known.flatten(), position.flatten(), index.flatten())
     matches = None
     if model.engram_match is not None:
         history = MatchHistory(state.history_ids, state.history_keys, state.history_previous)
@@ -439,7 +439,7 @@ def _run_core(
     model: Any,
     z_ND: Tensor,
     cu_seqlens: Tensor,
-    past: Past,
+    past: PastBytes,
     state: DecodingState,
 ) -> Tensor:
     """Run the core on finished segments, which follow those in the state; return [N, O * D]."""

@@ -27,9 +27,9 @@ from torch.utils.checkpoint import checkpoint
 
 from spider.config import SPAN_BYTES, SpiderConfig, primes_below
 from spider.model.attention import Cache
-from spider.model.contexts import Past
+from spider.model.contexts import PastBytes
 from spider.model.layers import Linear, inverse_rms, rms_norm, wide
-from spider.model.packing import ActiveRows, Packing, mark_rows_dynamic, round_up
+from spider.model.packing import ActiveTokens, Packing, mark_tokens_dynamic, round_up
 
 # --------------------------------------------------------------------------------------------------
 # Tables of learned rows
@@ -51,12 +51,12 @@ class HashedContexts(nn.Module):
         drawn = torch.randint(-(2**62), 2**62, shape, generator=generator, device="cpu")
         self.multiplier.copy_(drawn * 2 + 1)
 
-    def keys(self, past: Past) -> Tensor:
+    def keys(self, past: PastBytes) -> Tensor:
         """Return the key of each context of n bytes, int64 [X, n]."""
         return past.keys(self.contexts, self.multiplier)
 
 
-class Lookups(NamedTuple):
+class LookupGradients(NamedTuple):
     """Gradients of n lookups in a table."""
 
     row: Tensor  # int64 [n]
@@ -70,7 +70,7 @@ class EngramTable(HashedContexts):
     concatenated in `weight`. Rows that were never looked up stay zero.
 
     Gradients of lookups are not in weight.grad but gathered here, until `forget`. Only
-    optim.RowwiseAdagrad reads them, by `merged`, and sets `claimed`."""
+    optim.RowwiseAdagrad reads them, by `summed_gradients`, and sets `claimed`."""
 
     claimed: bool = False
     warned: ClassVar[bool] = False  # once per process, for any table
@@ -84,7 +84,7 @@ class EngramTable(HashedContexts):
         prime = torch.empty(len(contexts), heads, dtype=torch.int64)
         self.prime: Tensor = nn.Buffer(prime, persistent=False)
         self.offset: Tensor = nn.Buffer(torch.empty_like(prime), persistent=False)
-        self.lookups: list[Lookups] = []
+        self.lookups: list[LookupGradients] = []
         self.sums: Tensor | None = None  # gradients summed by row, [rows, dim]
 
     def init_hash(self, seed: int):
@@ -94,12 +94,12 @@ class EngramTable(HashedContexts):
         next_offset = self.prime.flatten().cumsum(0).view_as(self.prime)
         self.offset.copy_(next_offset - self.prime)
 
-    def addresses(self, past: Past) -> Tensor:
+    def addresses(self, past: PastBytes) -> Tensor:
         """Return the rows of `weight` for n bytes' contexts, int64 [n, contexts * heads]."""
         keys = self.keys(past).T[:, :, None]
         return (keys.remainder(self.prime) + self.offset).flatten(1)
 
-    def forward(self, past: Past) -> Tensor:
+    def forward(self, past: PastBytes) -> Tensor:
         """Look up n bytes' contexts: [n, contexts * heads, dim].
 
         The gradient goes to `gather`, weight.grad stays None."""
@@ -120,7 +120,7 @@ class EngramTable(HashedContexts):
                 "(see docs/guide/your-own-loop.md): other optimizers leave them unchanged",
                 stacklevel=2,
             )
-        self.lookups.append(Lookups(row, wide(gradient)))
+        self.lookups.append(LookupGradients(row, wide(gradient)))
         count = sum(len(lookup.row) for lookup in self.lookups)
         if 2 * count > len(self.weight):
             self.sum_up()
@@ -134,14 +134,14 @@ class EngramTable(HashedContexts):
         self.lookups.clear()
         return self.sums
 
-    def merged(self) -> Lookups | None:
+    def summed_gradients(self) -> LookupGradients | None:
         """Return the sum of the gradients of each row since `forget`; None without lookups.
 
         A row may come several times: once with its sum, else with zeros. So nothing is sorted, and
         no size depends on the data."""
         if self.sums is not None:
             sums = self.sum_up()
-            return Lookups(torch.arange(len(sums), device=sums.device), sums)
+            return LookupGradients(torch.arange(len(sums), device=sums.device), sums)
         if not self.lookups:
             return None
         rows = torch.cat([row for row, _ in self.lookups])
@@ -151,7 +151,7 @@ class EngramTable(HashedContexts):
         sums = self.lookups[0].gradient.new_zeros(len(rows), self.weight.shape[1])
         for row, gradient in self.lookups:
             sums.index_add_(0, holder.index_select(0, row), gradient)
-        return Lookups(rows, sums)
+        return LookupGradients(rows, sums)
 
     def forget(self):
         """Drop all gathered lookups."""
@@ -198,7 +198,7 @@ class PackedBytes(NamedTuple):
 
     input_ids: Tensor  # int64 [B, T]
     packing: Packing
-    past: Past
+    past: PastBytes
     matches: Matches | None  # None without a match memory
     noise_M: Tensor | None = None  # int64, of training; see byte_noise
 
@@ -235,7 +235,7 @@ class MatchMemory(HashedContexts):
         super().__init__(contexts)
         self.occurrences = occurrences
 
-    def forward(self, past: Past, document_M: Tensor) -> Matches:
+    def forward(self, past: PastBytes, document_M: Tensor) -> Matches:
         """Find the matches of all bytes of a text. document int64 [M]: of each byte, ascending."""
         # Ranks R are the bytes in the order of their keys, and in the order of the text if their
         # keys are equal, since the sort is stable. So if the rank before has the same key and
@@ -249,7 +249,7 @@ class MatchMemory(HashedContexts):
         return self._follow(past.ids, previous_XM, past.index)
 
     def step(
-        self, ids_BT: Tensor, past: Past, position_BT: Tensor, history: MatchHistory
+        self, ids_BT: Tensor, past: PastBytes, position_BT: Tensor, history: MatchHistory
     ) -> tuple[Matches, MatchHistory]:
         """Find the matches of a decoding step's bytes, M = B * T; also return the history with
         these bytes.
@@ -314,7 +314,7 @@ def _newest_occurrence(keys_XBT: Tensor, position_BT: Tensor, stored_XBS: Tensor
 # Engram at segment rate
 
 
-class Recollection(NamedTuple):
+class RetrievedMemory(NamedTuple):
     """The lookups of a segment Engram, shared by all loops."""
 
     key: Tensor  # [N, D], normed
@@ -376,7 +376,7 @@ class SegmentEngram(nn.Module):
         dilation = len(config.engram_contexts)
         return [tap * dilation for tap in range(1, cls.kernel_size)]
 
-    def recall(self, past: Past, position_N: Tensor, dtype: torch.dtype) -> Recollection:
+    def retrieve(self, past: PastBytes, position_N: Tensor, dtype: torch.dtype) -> RetrievedMemory:
         """Compute what all loops share.
 
         past: of each segment's last byte. position int64 [N]: of the segments in their
@@ -388,7 +388,7 @@ class SegmentEngram(nn.Module):
         length = torch.linalg.vector_norm(value_ND, dim=1, keepdim=True, dtype=at_least_fp32)
         mean_square = length.square() / value_ND.shape[1]
         if self.compiled is not None and torch.is_grad_enabled():
-            mark_rows_dynamic(value_ND, position_N)
+            mark_tokens_dynamic(value_ND, position_N)
             tap_value, tap_segment = self.compiled(self, value_ND, position_N)
         else:  # cheap to recompute, and three times as large as its inputs
             tap_value, tap_segment = checkpoint(
@@ -398,7 +398,7 @@ class SegmentEngram(nn.Module):
                 use_reentrant=False,
                 preserve_rng_state=False,
             )
-        return Recollection(key_ND, value_ND, mean_square, tap_segment, tap_value)
+        return RetrievedMemory(key_ND, value_ND, mean_square, tap_segment, tap_value)
 
     def in_one_graph(self, value_ND: Tensor, position_N: Tensor) -> tuple[Tensor, Tensor]:
         """Return the weighted values of all taps, [N, taps, D], and the index of each tap's
@@ -417,8 +417,8 @@ class SegmentEngram(nn.Module):
     def forward(
         self,
         h: Tensor,
-        recalled: Recollection,
-        active: ActiveRows,
+        retrieved: RetrievedMemory,
+        active: ActiveTokens,
         before: Tensor | None,
         cache: ConvolutionCache | None = None,
     ) -> tuple[Tensor, Tensor]:
@@ -431,15 +431,15 @@ class SegmentEngram(nn.Module):
 
         before: the conv_input of the loop before, which inactive segments keep; None in the first
         loop. cache: in decoding, has norm(u) of earlier steps."""
-        key = active.select(recalled.key)
-        value = active.select(recalled.value)
-        mean_square = active.select(recalled.mean_square)
+        key = active.select(retrieved.key)
+        value = active.select(retrieved.value)
+        mean_square = active.select(retrieved.mean_square)
         gate = self.gate(h, key)
         # u is gate * value, so norm(u) is value times this: gate / sqrt(mean of u^2 + eps)
         scale = (gate * torch.rsqrt(gate * gate * mean_square + self.eps)).to(h.dtype)
         if cache is None:
             conv_input = active.merge(before, scale)
-            convolved = self._convolve(conv_input, recalled, active)
+            convolved = self._convolve(conv_input, retrieved, active)
         else:
             conv_input = active.merge(before, scale * value)
             convolved = active.select(self._convolve_with_cache(conv_input, cache))
@@ -450,12 +450,14 @@ class SegmentEngram(nn.Module):
         similarity = _Similarity.apply(h, key)
         return torch.sigmoid(similarity.sign() * similarity.abs().clamp_min(1e-6).sqrt())
 
-    def _convolve(self, scale_N1: Tensor, recalled: Recollection, active: ActiveRows) -> Tensor:
+    def _convolve(
+        self, scale_N1: Tensor, retrieved: RetrievedMemory, active: ActiveTokens
+    ) -> Tensor:
         """Convolve norm(u) over all segments of the pass; return active ones, [n, D]."""
-        tap_scale = scale_N1.flatten().index_select(0, recalled.tap_segment)
+        tap_scale = scale_N1.flatten().index_select(0, retrieved.tap_segment)
         tap_scale = tap_scale.view(len(scale_N1), -1, 1)  # [N, taps, 1]
         # not bmm: a product per segment would not fuse with what follows
-        return (active.select(tap_scale) * active.select(recalled.tap_value)).sum(1)
+        return (active.select(tap_scale) * active.select(retrieved.tap_value)).sum(1)
 
     def _convolve_with_cache(self, norm_u_ND: Tensor, cache: ConvolutionCache) -> Tensor:
         """Convolve norm(u) over a step's segments and those of earlier steps, [N, D]."""

@@ -414,10 +414,10 @@ class RowwiseAdagrad(torch.optim.Optimizer):
     def step(self) -> None:  # type: ignore[override]  # torch's may also evaluate the loss
         for group in self.param_groups:
             for p in group["params"]:
-                merged = self.tables[p].merged()
-                if merged is None:
+                summed_gradients = self.tables[p].summed_gradients()
+                if summed_gradients is None:
                     continue
-                row, grad = merged
+                row, grad = summed_gradients
                 length = torch.linalg.vector_norm(grad, dim=1)
                 if not self.state[p]:
                     self.make_state(p)

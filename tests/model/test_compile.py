@@ -62,8 +62,8 @@ def as_on_a_gpu(monkeypatch):
     def without_buckets(*args):
         packing = build(*args)
         packing.buckets = None
-        packing.padded_row = None
-        packing.extent = torch.empty(packing.longest, 0)
+        packing.padded_index = None
+        packing.max_seqlen_as_size = torch.empty(packing.max_seqlen, 0)
         return packing
 
     monkeypatch.setattr(Packing, "build", without_buckets)
