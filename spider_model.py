@@ -1196,7 +1196,7 @@ class Spider(nn.Module):
         if not torch.allclose(stepped, full, atol=0.01, equal_nan=True):
             raise UsageError(
                 f"{type(self).__name__}'s logits in decoding differ from those of a full pass: a "
-                f"layer that mixes rows must keep the last rows that it has seen, see "
+                f"layer that mixes tokens must keep the last tokens that it has seen, see "
                 f"docs/guide/trying-an-idea.md#a-layer-that-mixes-rows"
             )
 

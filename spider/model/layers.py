@@ -52,9 +52,9 @@ class Linear(nn.Linear):
 class WideLinear(Linear):
     """Linear that computes in at least fp32 for inputs of any dtype.
 
-    Near-ties of router, boundary and halting predictors would flip in a narrower dtype, and in TF32,
-    which neither this project nor torch's defaults allow. On a GPU, bf16 inputs use WideProduct, and
-    `cast` holds the terms of the weight."""
+    In a narrower dtype, near-ties of router, boundary and halting predictors would flip. So they
+    would in TF32, which neither this project nor torch's defaults allow. On a GPU, bf16 inputs use
+    WideProduct, and `cast` holds the terms of the weight."""
 
     def cast_weight(self, dtype: torch.dtype):
         """Store the terms of the weight, see WideProduct."""
