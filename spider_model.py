@@ -63,7 +63,6 @@ from spider.model.boundaries import (
 )
 from spider.model.contexts import PastBytes
 from spider.model.decode import (
-    CHECKED,
     DecodingState,
     draw,
     fewer_threads,
@@ -1174,9 +1173,8 @@ class Spider(nn.Module):
         n_loops = self.loops_of(n_loops)
         if self.checks_decoding and not self.training:
             self._check_decoding(n_loops)
-        return DecodingState.empty(
-            self.config, rows, n_loops, self.null_output(), self.compute_dtype, self.wide_dtype
-        )
+        null = self.null_output().detach().to(self.compute_dtype)
+        return DecodingState.empty(self.config, rows, n_loops, null, self.wide_dtype)
 
     @torch.no_grad()
     def _check_decoding(self, n_loops: int):
@@ -1188,7 +1186,8 @@ class Spider(nn.Module):
         unchecked.checks_decoding = False
         # in fp32, so that near-ties of experts or boundaries do not flip
         unchecked.compute_dtype = self.wide_dtype
-        ids = torch.tensor([[BOS_ID, *CHECKED]], device=self.embed_tokens.device)
+        text = b"Rows read the rows before them. " * 6
+        ids = torch.tensor([[BOS_ID, *text]], device=self.embed_tokens.device)
         full = unchecked(ids, n_loops=n_loops).logits
         state = unchecked.decoding_state(n_loops=n_loops)
         steps = ids.tensor_split([*range(120, 144)], dim=1)  # long, single bytes, long
@@ -1227,9 +1226,7 @@ class Spider(nn.Module):
         starts = document_starts(known[:, -length - 1 :])[:, 1]
         if starts.any():
             state.start_documents(starts, self.null_output())
-        packed = pack_piece(
-            input_ids, known, state, self.config, self.compute_dtype, self.engram_match
-        )
+        packed = pack_piece(input_ids, known, state, self.config, self.engram_match)
         cache = LatentCache(
             state.byte_latents,
             packed.packing,
@@ -1250,7 +1247,7 @@ class Spider(nn.Module):
         """Pool the segments that end in a piece, run the core on them, and unpool its output to
         bytes [M, D]."""
         b_M = self.boundaries(self.predict_boundaries(x_MD), packed, state.summed)
-        rows, length = packed.input_ids.shape
+        length = packed.input_ids.shape[1]
         if length == 1 and not b_M.any():
             return state.extend_segments(x_MD)
         unpooled_before = state.unpooled

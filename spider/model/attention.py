@@ -47,6 +47,7 @@ class Cache:
     """
 
     buffer: Tensor  # [layers, loops, B, S, width]
+    tokens_B: Tensor  # int64 [B], tokens of each document, this step's included
     slot: Tensor  # int64 [M], index of each of the step's tokens in [B * S]
     used_slots: int  # slots from this one on were never filled
     layer: int  # set by `of`
@@ -57,8 +58,8 @@ class Cache:
 
         packing: of the step's tokens. before: int64 [B], tokens of each document in earlier steps.
         window: tokens that a token reads, itself included; 0: all. Waits for the device."""
-        lengths = before + packing.cu_seqlens.diff()
-        tokens = int(lengths.max())  # host synchronisation
+        self.tokens_B = before + packing.cu_seqlens.diff()
+        tokens = int(self.tokens_B.max())  # host synchronisation
         needed = min(tokens, window + packing.max_seqlen - 1) if window else tokens
         slots = buffer.shape[3]
         if is_single_token(packing) and needed == window:
@@ -117,8 +118,7 @@ class LatentCache(Cache):
         self.padded_index = packing.document * packing.max_seqlen + index_in_step
 
         slot = torch.arange(self.used_slots, device=buffer.device)
-        tokens_B = before + packing.cu_seqlens.diff()  # after this step
-        stored_B1S = position_in(slot, tokens_B, self.buffer.shape[3])[:, None]
+        stored_B1S = position_in(slot, self.tokens_B, self.buffer.shape[3])[:, None]
         step = torch.arange(packing.max_seqlen, device=buffer.device)
         position_BT1 = (before[:, None] + step)[:, :, None]
         self.hidden = (stored_B1S < 0) | (stored_B1S > position_BT1)

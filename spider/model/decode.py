@@ -35,7 +35,6 @@ PIECE = 256  # most bytes per row in one pass of decoding, to limit memory
 # If a step's bytes times hidden_size^2 are at most this, a second thread gains nothing. On busy
 # cores a second thread makes the step many times slower: docs/results/performance.md#threads
 ONE_THREAD = 1 << 20
-CHECKED = b"Rows read the rows before them. " * 6  # text of Spider._check_decoding
 
 # --------------------------------------------------------------------------------------------------
 # The state
@@ -72,17 +71,16 @@ class DecodingState:
         rows: int,
         n_loops: int,
         null: Tensor,
-        dtype: torch.dtype,
         wide_dtype: torch.dtype,
     ) -> "DecodingState":
-        """Make the state of `rows` rows without bytes, on null's device.
+        """Make the state of `rows` rows without bytes.
 
-        null [O * D]: see Spider.null_output. dtype: the model's compute_dtype."""
+        null: [O * D], see Spider.null_output; its device and dtype are the state's."""
         c = config
         latent_width = c.kv_lora_rank + c.qk_rope_head_dim
         byte_layers = c.n_prelude_layers + c.n_coda_layers
 
-        def zeros(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
+        def zeros(*shape: int, dtype: torch.dtype = null.dtype) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=null.device)
 
         return cls(
@@ -93,7 +91,7 @@ class DecodingState:
             summed=zeros(rows, dtype=torch.float64),
             open_segment=zeros(rows, c.hidden_size, dtype=wide_dtype),
             open_bytes=zeros(rows, 1, dtype=wide_dtype),
-            unpooled=null.detach().to(dtype).repeat(rows, 1),
+            unpooled=null.repeat(rows, 1),
             history_ids=zeros(rows, 1, dtype=torch.int64),
             history_keys=zeros(len(c.engram_match_contexts), rows, 1, dtype=torch.int64),
             history_previous=zeros(len(c.engram_match_contexts), rows, 1, dtype=torch.int64),
@@ -194,7 +192,6 @@ def pack_piece(
     known: Tensor,
     state: DecodingState,
     config: SpiderConfig,
-    dtype: torch.dtype,
     match_memory: MatchMemory | None,
 ) -> PackedBytes:
     """Pack a piece [B, T] as Spider._pack packs a batch, and add it to the match history.
@@ -202,10 +199,11 @@ def pack_piece(
     known: the last bytes of each row and the piece."""
     rows, length = input_ids.shape
     cu_seqlens = torch.arange(rows + 1, dtype=torch.int32, device=input_ids.device) * length
-    packing = Packing.build(cu_seqlens, rows * length, length, config, dtype, before=state.position)
+    packing = Packing.build(
+        cu_seqlens, rows * length, length, config, state.byte_latents.dtype, before=state.position
+    )
     before = known.shape[1] - length
-    column = torch.arange(known.shape[1], device=known.device)
-    position = state.position[:, None] + column - before
+    position = state.position[:, None] + torch.arange(-before, length, device=known.device)
     index = torch.arange(known.numel(), device=known.device).view_as(known)[:, before:]
     past = PastBytes(known.flatten(), position.flatten(), index.flatten())
     matches = None
