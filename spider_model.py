@@ -1204,8 +1204,8 @@ class Spider(nn.Module):
         """Feed input_ids int64 [B, T] and advance the state; return fp32 logits [B, T, V].
 
         The logits equal those of `forward` in evaluation mode over the whole text. The core runs
-        once for all segments that end in a step. Inside `cast_weights_once`, weights are cast once
-        for many steps.
+        once for all segments that end in a piece of the step, see split_pieces. Inside
+        `cast_weights_once`, weights are cast once for many steps.
 
         Raise RuntimeError in training mode, where segments are random, and ValueError for bad
         input_ids."""
@@ -1219,7 +1219,7 @@ class Spider(nn.Module):
         return torch.cat(logits, dim=1)  # a normal tensor, not an inference tensor
 
     def _read_piece(self, input_ids: Tensor, state: DecodingState) -> Tensor:
-        """Feed a piece [B, T], see split_pieces, and advance the state; return logits [B, T, V]."""
+        """Feed a piece [B, T] and advance the state; return logits [B, T, V]."""
         rows, length = input_ids.shape
         known = torch.cat((state.last_bytes, input_ids), dim=1)
         # Whether the first byte starts a document depends on the byte before it.

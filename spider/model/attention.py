@@ -98,7 +98,7 @@ class Cache:
 class LatentCache(Cache):
     """The cache of attention: latents of earlier tokens, to which a step's tokens attend."""
 
-    hidden: Tensor | None = None  # bool [B, T, used_slots]: slots that a token must not see
+    hidden: Tensor | None = None  # bool [B, T, used_slots]: slots that a token cannot see
     padded_index: Tensor  # int64 [M], index of the step's tokens in [B * T]; only with `hidden`
     kept: dict[int, Tensor] | None  # see tokens_before; None in the core
 

@@ -52,9 +52,9 @@ class Linear(nn.Linear):
 class WideLinear(Linear):
     """Linear that computes in at least fp32 for inputs of any dtype.
 
-    In a narrower dtype, near-ties of router, boundary and halting predictors would flip. So they
-    would in TF32, which neither this project nor torch's defaults allow. On a GPU, bf16 inputs use
-    WideProduct, and `cast` holds the terms of the weight."""
+    In narrower dtypes and in TF32, near-ties of router, boundary and halting predictors would flip.
+    Neither this project nor torch's defaults allow TF32. On a GPU, bf16 inputs use WideProduct, and
+    `cast` holds the terms of the weight."""
 
     def cast_weight(self, dtype: torch.dtype):
         """Store the terms of the weight, see WideProduct."""

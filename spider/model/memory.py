@@ -136,7 +136,7 @@ class EngramTable(HashedContexts):
     def summed_gradients(self) -> LookupGradients | None:
         """Return each row's sum of gradients since `forget`, or None without lookups.
 
-        A row may appear several times: once with its sum, and else with zeros. So nothing is
+        A row may appear several times: once with its sum, the other times with zeros. So nothing is
         sorted, and no size depends on the data."""
         if self.sums is not None:
             sums = self.sum_up()
@@ -586,7 +586,7 @@ class OutputEngram(ByteEngram):
         engram_votes].
 
         The votes of a context are adjacent, the newest occurrence first. A vote for an id that is
-        no byte weighs 0."""
+        not a byte has weight 0."""
         assert self.votes is not None
         # MatchMemory finds at least two occurrences, even for one vote
         voted_id = matches.next_ids[:, :, : self.config.engram_votes].flatten(1)

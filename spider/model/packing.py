@@ -168,8 +168,8 @@ def rotary_frequencies(width: int, theta: float, device: torch.device) -> tuple[
 
 @dataclass
 class ActiveTokens:
-    """The segments that are still in the core. Other segments read a halted segment as its last
-    loop left it.
+    """The segments that are still in the core. Later segments read halted segments as their last
+    loop left them.
 
     With `index`, layers compute only the active tokens, n of M. Without `index`, layers compute all
     tokens and discard the results of the inactive ones.
@@ -207,7 +207,7 @@ ALL_TOKENS = ActiveTokens()
 # --------------------------------------------------------------------------------------------------
 # Padded batches of documents
 
-SMALL_PRODUCT = 1 << 16  # as many scores per head take as long as launching one more product
+SMALL_PRODUCT = 1 << 16  # scores per head that take as long as the overhead of another product
 
 
 def pad_documents(lengths_B: Tensor, max_seqlen: int) -> tuple[list[Bucket], Tensor | None]:
