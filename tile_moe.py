@@ -72,7 +72,7 @@ def resolve_backend(
         return name, ""
     candidates = []
     if device.type == "cuda" and config.has_experts:
-        if not multiplies_at_once(device, dtype):
+        if not has_grouped_kernel(device, dtype):
             candidates.append("triton")
         if not compiled:
             candidates.append("tile")
@@ -85,7 +85,7 @@ def resolve_backend(
     return "grouped", "; ".join(remarks)
 
 
-def multiplies_at_once(device: torch.device, dtype: torch.dtype) -> bool:
+def has_grouped_kernel(device: torch.device, dtype: torch.dtype) -> bool:
     """Return whether torch's grouped product is a single kernel without a host sync.
 
     In torch's GroupedBlas.cpp it is for bf16 on compute capability 9.x and 10.x. Otherwise torch
@@ -172,7 +172,7 @@ def check_operations(
     load_1E = _counts(counted_NK[None], experts, "grouped") * (experts / (tokens * k))
     yield Check("aux_fi", operations().aux_fi(counted_NK, experts, k), load_1E[0], 1e-5)
 
-    slot_NK, expert_P, expert_end_E = assign_slots(topk_idx_NK, experts, "tile")
+    slot_NK, expert_P, expert_end_E = sort_by_expert(topk_idx_NK, experts, "tile")
     # an expert's slots may have any order
     expert_NK = torch.bucketize(slot_NK, expert_end_E, right=True)
     yield Check("get_fused_mapping", expert_NK, topk_idx_NK)
@@ -219,7 +219,7 @@ def check_product(
                 product, (slots_PD, weights_EDF), upstream_PF, expert_end_E
             )
             exact = value_and_gradients(
-                multiply_in_turn,
+                reference_product,
                 (slots_PD.float(), weights_EDF.float()),
                 upstream_PF.float(),
                 expert_end_E,
@@ -250,7 +250,7 @@ class ExpertSlots(NamedTuple):
     expert_end_E: Tensor  # int32, the row after each expert's last one
 
 
-def assign_slots(topk_idx_NK: Tensor, n_experts: int, backend: str) -> ExpertSlots:
+def sort_by_expert(topk_idx_NK: Tensor, n_experts: int, backend: str) -> ExpertSlots:
     """Sort slots by expert.
 
     Every expert gets rows, if only as padding with weight 0: on sm_100 grouped_mm leaves the weight
@@ -409,10 +409,12 @@ class Balance(NamedTuple):
 
     aux_loss: Tensor  # sum over routings of sum_e f_e P_e
     z_loss: Tensor  # sum over routings of the mean squared log-partition
-    count_VE: Tensor  # each expert's tokens, fp32
+    tokens_per_expert: Tensor  # each expert's tokens, fp32
 
 
-def balance(score_VNE: Tensor, topk_idx_VNK: Tensor, share_VN: Tensor, backend: str) -> Balance:
+def balance(
+    score_VNE: Tensor, topk_idx_VNK: Tensor, token_weight_VN: Tensor, backend: str
+) -> Balance:
     """Compute the balance losses of V routings.
 
     share: each token's weight in the means, equal for all but 0 for padding. P_e is the mean
@@ -420,18 +422,22 @@ def balance(score_VNE: Tensor, topk_idx_VNK: Tensor, share_VN: Tensor, backend: 
     """
     _, tokens, experts = score_VNE.shape
     k = topk_idx_VNK.shape[2]
-    is_padding_VN = share_VN == 0
-    count_VE = _counts(topk_idx_VNK.masked_fill(is_padding_VN[:, :, None], -1), experts, backend)
+    is_padding_VN = token_weight_VN == 0
+    tokens_per_expert = _counts(
+        topk_idx_VNK.masked_fill(is_padding_VN[:, :, None], -1), experts, backend
+    )
     # relative to that of all rows, padding included, and then to that of rows with a share
-    load_VE = count_VE * (experts / (tokens * k)) * (tokens * share_VN.amax(1))[:, None]
+    load_VE = (
+        tokens_per_expert * (experts / (tokens * k)) * (tokens * token_weight_VN.amax(1))[:, None]
+    )
 
-    total_V = share_VN.sum(1).clamp_min(1e-9)
+    total_V = token_weight_VN.sum(1).clamp_min(1e-9)
     prob_VNE = score_VNE.softmax(-1)
-    mean_prob_VE = torch.bmm(share_VN[:, None], prob_VNE).squeeze(1)
+    mean_prob_VE = torch.bmm(token_weight_VN[:, None], prob_VNE).squeeze(1)
     aux_loss = (load_VE / total_V[:, None] * mean_prob_VE).sum()
     squared_VN = score_VNE.logsumexp(-1).square()
-    z_loss = share_VN.flatten() @ squared_VN.flatten()
-    return Balance(aux_loss, z_loss, count_VE)
+    z_loss = token_weight_VN.flatten() @ squared_VN.flatten()
+    return Balance(aux_loss, z_loss, tokens_per_expert)
 
 
 def _counts(topk_idx_VNK: Tensor, experts: int, backend: str) -> Tensor:
@@ -460,7 +466,7 @@ def grouped_product(slots_PD: Tensor, weights_EDF: Tensor, expert_end_E: Tensor)
     expert_end: int32. Rows after the last expert's, and their gradients, are uninitialized: nothing
     may sum over them."""
     if slots_PD.dtype == torch.float64:
-        return multiply_in_turn(slots_PD, weights_EDF, expert_end_E)
+        return reference_product(slots_PD, weights_EDF, expert_end_E)
     if slots_PD.dtype != torch.bfloat16 and torch.compiler.is_compiling():
         # traced, it works only in bf16
         return torch.compiler.disable(F.grouped_mm)(slots_PD, weights_EDF, offs=expert_end_E)
@@ -474,7 +480,7 @@ def triton_product(slots_PD: Tensor, weights_EDF: Tensor, expert_end_E: Tensor) 
     return product(slots_PD, weights_EDF, expert_end_E)
 
 
-def multiply_in_turn(slots_PD: Tensor, weights_EDF: Tensor, expert_end_E: Tensor) -> Tensor:
+def reference_product(slots_PD: Tensor, weights_EDF: Tensor, expert_end_E: Tensor) -> Tensor:
     """Compute grouped_product by a loop over experts, in any dtype, for exact references.
 
     grouped_mm does not support float64. Rows after the last expert's become 0, or NaN if they are
@@ -559,7 +565,7 @@ def moe_forward(
     Differentiable in x, topk_weights and both weights.
 
     topk_idx: int64. topk_weights: fp32. w_gate_up, w_down: in x's dtype. product: in
-    place of the backend's own, grouped also for `loop`. expert_slots: `assign_slots` of topk_idx, if
+    place of the backend's own, grouped also for `loop`. expert_slots: `sort_by_expert` of topk_idx, if
     known.
     """
     # a single token in decoding on a CPU, without sorting rows or copying weights
@@ -569,7 +575,7 @@ def moe_forward(
     if product is None:
         product = PRODUCTS[backend]
     if expert_slots is None:
-        expert_slots = assign_slots(topk_idx_NK, len(w_down_EFD), backend)
+        expert_slots = sort_by_expert(topk_idx_NK, len(w_down_EFD), backend)
     slot_NK, source_P, expert_end_E = expert_slots
     tile = backend == "tile"
 
@@ -646,8 +652,8 @@ class MoE(nn.Module):
         """Cast the weights of the routed experts, see cast_weights_once."""
         self.cast = self.weights(dtype) if self.config.n_routed_experts else None
 
-    def forward(self, x_ND: Tensor, decided: Routing | None = None) -> tuple[Tensor, Routing]:
-        """Route each row to its experts, or reuse `decided`, the routing of an earlier pass over
+    def forward(self, x_ND: Tensor, reuse: Routing | None = None) -> tuple[Tensor, Routing]:
+        """Route each row to its experts, or reuse `reuse`, the routing of an earlier pass over
         the same rows."""
         if not self.config.n_routed_experts:
             assert self.shared is not None  # a SpiderConfig has routed experts or shared ones
@@ -658,11 +664,11 @@ class MoE(nn.Module):
             self.expert_bias,
             self.config.n_experts_per_tok,
             self.backend,
-            None if decided is None else decided.topk_idx,
+            None if reuse is None else reuse.topk_idx,
         )
-        rows = None if decided is None else decided.slots
+        rows = None if reuse is None else reuse.slots
         if rows is None and torch.is_grad_enabled() and self.backend != "loop":
-            rows = assign_slots(topk_idx_NK, len(self.expert_bias), self.backend)
+            rows = sort_by_expert(topk_idx_NK, len(self.expert_bias), self.backend)
         w_gate_up_EDG, w_down_EFD = self.weights(x_ND.dtype) if self.cast is None else self.cast
         y_ND = moe_forward(
             x_ND,

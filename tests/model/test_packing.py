@@ -101,9 +101,9 @@ def test_the_core_has_a_multiple_of_16_rows_and_its_padding_is_no_longer_than_th
     ids = text(sequences, length)
     cu_seqlens = document_cu_seqlens(ids)
     model(ids, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen_of(cu_seqlens, length))
-    ((z, core_pass),) = inputs
+    ((z, core_inputs),) = inputs
     assert len(z) % 16 == 0
-    packing = core_pass.packing
+    packing = core_inputs.packing
     assert int(packing.cu_seqlens.diff().max()) <= packing.max_seqlen
 
 
