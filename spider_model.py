@@ -38,7 +38,9 @@ letters mean the same in `spider/`, whose modules add their own:
 import logging
 import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from copy import copy
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, NamedTuple, cast
@@ -50,6 +52,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from spider.config import BACKENDS, SpiderConfig
+from spider.errors import UsageError
 from spider.model.attention import MLA, LatentCache
 from spider.model.boundaries import (
     PredictorTerms,
@@ -59,7 +62,14 @@ from spider.model.boundaries import (
     surprise_loss,
 )
 from spider.model.contexts import PastBytes
-from spider.model.decode import decoding_state, generate, generate_batch, step
+from spider.model.decode import (
+    DecodingState,
+    draw,
+    fewer_threads,
+    forbid_repeats,
+    pack_piece,
+    split_pieces,
+)
 from spider.model.layers import (
     Linear,
     SwiGLU,
@@ -87,6 +97,7 @@ from spider.model.packing import (
     Packing,
     check_ids,
     document_cu_seqlens,
+    document_starts,
     mark_tokens_dynamic,
     padding_multiple,
     round_up,
@@ -99,7 +110,7 @@ from spider.model.segments import (
     segment_offsets,
     unpool_segments,
 )
-from spider.vocabulary import EOS_ID, PAD_ID
+from spider.vocabulary import BOS_ID, EOS_ID, PAD_ID
 from tile_moe import MoE, Routing, balance, resolve_backend
 
 # Sites of dropout: each draws another mask from the same noise. Site 5 is boundaries.STRAY_SITE.
@@ -823,7 +834,7 @@ class Spider(nn.Module):
         self.compiled = False  # see compile_layers
         self.backend = "grouped"  # backend of the experts, see set_backend
         self.casts_early = True  # False under FSDP, which casts in each group's forward
-        # whether decoding is compared with a full pass, see decode.check_decoding
+        # whether decoding is compared with a full pass, see _check_decoding
         self.checks_decoding = type(self) is not Spider
 
         match_contexts = len(c.engram_match_contexts)
@@ -1128,27 +1139,11 @@ class Spider(nn.Module):
             b_M = flexitokens_boundaries(p_M, packing, self.wide_dtype, noise_M, summed)
         return torch.where(ids_M == EOS_ID, 1, torch.where(ids_M == PAD_ID, 0, b_M))
 
-    def decode_core(
-        self,
-        z_ND: Tensor,
-        packing: Packing,
-        past: PastBytes,
-        segment_weight_N: Tensor,
-        n_loops: int,
-        latents: LatentCache,
-        convolved: ConvolutionCache,
-    ) -> Tensor:
-        """Run the core on the segments that a decoding step has finished, after those in the
-        caches; see CoreInputs."""
-        assert self.core is not None
-        core_inputs = CoreInputs(
-            packing, past, segment_weight_N, n_loops, latents=latents, convolved=convolved
-        )
-        return self.core(z_ND, core_inputs).output
-
     def null_output(self) -> Tensor:
         """Return the unpooled output for bytes before a document's first boundary, at all offsets:
         [O * D]."""
+        if self.core is None:
+            return self.embed_tokens.new_zeros(self.config.hidden_size)
         return self.null_segment.repeat(self.config.segment_offsets)
 
     def unpool(
@@ -1175,17 +1170,198 @@ class Spider(nn.Module):
         return unpool_segments(z, null, b_M, packing.cu_seqlens, segment_cu_seqlens, offset_M, back)
 
     # ----------------------------------------------------------------------------------------------
-    # Decoding, see spider/model/decode.py
+    # Decoding. The state and sampling are in spider/model/decode.py.
 
-    decoding_state = decoding_state
-    step = step
-    generate_batch = generate_batch
-    generate = generate
+    def decoding_state(self, rows: int = 1, n_loops: int | None = None) -> DecodingState:
+        """Make the state of `rows` rows without bytes; n_loops defaults to the config's.
+
+        Raise UsageError if the model is a subclass whose decoding is wrong, see _check_decoding."""
+        n_loops = self.loops_of(n_loops)
+        if self.checks_decoding and not self.training:
+            self._check_decoding(n_loops)
+        null = self.null_output().detach().to(self.compute_dtype)
+        return DecodingState.empty(self.config, rows, n_loops, null, self.wide_dtype)
+
+    @torch.no_grad()
+    def _check_decoding(self, n_loops: int):
+        """Raise UsageError unless a text that is decoded in steps has the logits of a full pass.
+
+        A layer of a subclass that mixes tokens sees only the tokens of a step, unless it keeps
+        earlier ones."""
+        unchecked = copy(self)  # with the same weights
+        unchecked.checks_decoding = False
+        # in fp32, so that near-ties of experts or boundaries do not flip
+        unchecked.compute_dtype = self.wide_dtype
+        text = b"Rows read the rows before them. " * 6
+        ids = torch.tensor([[BOS_ID, *text]], device=self.embed_tokens.device)
+        full = unchecked(ids, n_loops=n_loops).logits
+        state = unchecked.decoding_state(n_loops=n_loops)
+        steps = ids.tensor_split([*range(120, 144)], dim=1)  # long, single bytes, long
+        stepped = torch.cat([unchecked.step(piece, state) for piece in steps], dim=1)
+        if not torch.allclose(stepped, full, atol=0.01, equal_nan=True):
+            raise UsageError(
+                f"{type(self).__name__}'s logits in decoding differ from those of a full pass: a "
+                f"layer that mixes tokens must keep the last tokens that it has seen, see "
+                f"docs/guide/trying-an-idea.md#a-layer-that-mixes-rows"
+            )
+
+    @torch.no_grad()
+    def step(self, input_ids: Tensor, state: DecodingState) -> Tensor:
+        """Feed input_ids int64 [B, T] and advance the state; return fp32 logits [B, T, V].
+
+        The logits equal those of `forward` in evaluation mode over the whole text. The core runs
+        once for all segments that end in a piece of the step, see split_pieces. Inside
+        `cast_weights_once`, weights are cast once for many steps.
+
+        Raise RuntimeError in training mode, where segments are random, and ValueError for bad
+        input_ids."""
+        if self.training:
+            raise RuntimeError("decoding needs evaluation mode: call model.eval() first")
+        check_ids("input_ids", input_ids, len(state.position))
+        pieces = split_pieces(input_ids)
+        work = input_ids.numel() * self.config.hidden_size**2
+        with fewer_threads(work), torch.inference_mode():  # inference mode is 10% faster
+            logits = [self._read_piece(piece, state) for piece in pieces]
+        return torch.cat(logits, dim=1)  # a normal tensor, not an inference tensor
+
+    def _read_piece(self, input_ids: Tensor, state: DecodingState) -> Tensor:
+        """Feed a piece [B, T] and advance the state; return logits [B, T, V]."""
+        rows, length = input_ids.shape
+        known = torch.cat((state.last_bytes, input_ids), dim=1)
+        # Whether the first byte starts a document depends on the byte before it.
+        starts = document_starts(known[:, -length - 1 :])[:, 1]
+        if starts.any():
+            state.start_documents(starts, self.null_output())
+        packed = pack_piece(input_ids, known, state, self.config, self.engram_match)
+        cache = LatentCache(
+            state.byte_latents,
+            packed.packing,
+            state.position,
+            self.config.byte_window,
+            state.kept,
+        )
+        x_MD = self.before_core(packed, cache)
+        if self.core is not None:
+            x_MD = x_MD + self._read_segments(x_MD, packed, state)
+        logits = self.after_core(x_MD, packed, cache)
+        state.byte_latents = cache.buffer
+        state.position = state.position + length
+        state.last_bytes = known[:, -state.last_bytes.shape[1] :]
+        return logits.view(rows, length, -1)
+
+    def _read_segments(self, x_MD: Tensor, packed: PackedBytes, state: DecodingState) -> Tensor:
+        """Pool the segments that end in a piece, run the core on them, and unpool its output to
+        bytes [M, D]."""
+        b_M = self.boundaries(self.predict_boundaries(x_MD), packed, state.summed)
+        length = packed.input_ids.shape[1]
+        if length == 1 and not b_M.any():
+            return state.extend_segments(x_MD)
+        unpooled_before = state.unpooled
+        open_before_M = state.open_bytes.long().expand(-1, length).flatten()
+
+        z_ND, segment_cu_seqlens = state.pool_segments(x_MD, b_M, packed.packing.cu_seqlens)
+        output = unpooled_before[:0]
+        if len(z_ND):
+            past = packed.past.select(segment_ends(b_M, len(z_ND)))
+            output = self._decode_core(z_ND, segment_cu_seqlens, past, state)
+            state.set_unpooled(output, segment_cu_seqlens)
+        return self.unpool(
+            output, unpooled_before, b_M, packed.packing, segment_cu_seqlens, open_before_M
+        )
+
+    def _decode_core(
+        self, z_ND: Tensor, cu_seqlens: Tensor, past: PastBytes, state: DecodingState
+    ) -> Tensor:
+        """Run the core on the segments that end in a piece, after those in the state's caches;
+        return [N, O * D]."""
+        assert self.core is not None
+        segments = len(z_ND)
+        lengths_B = cu_seqlens.diff()
+        packing = Packing.build(
+            cu_seqlens,
+            segments,
+            int(lengths_B.max()),
+            self.config,
+            self.compute_dtype,
+            before=state.segments,
+        )
+        latents = LatentCache(state.segment_latents, packing, state.segments)
+        convolved = ConvolutionCache(state.convolved, packing, state.segments, self.config)
+        segment_weight_N = z_ND.new_full((segments,), 1 / segments, dtype=self.wide_dtype)
+        core_inputs = CoreInputs(
+            packing, past, segment_weight_N, state.n_loops, latents=latents, convolved=convolved
+        )
+        output = self.core(z_ND, core_inputs).output
+        state.segment_latents = latents.buffer
+        state.convolved = convolved.buffer
+        state.segments = state.segments + lengths_B
+        return output
+
+    @torch.no_grad()
+    def generate_batch(
+        self,
+        logits: Tensor,
+        state: DecodingState,
+        max_new_bytes: int,
+        temperature: float = 1.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        generator: torch.Generator | None = None,
+        no_repeat_ngram_size: int = 0,
+    ) -> Iterator[list[int | None]]:
+        """Yield up to max_new_bytes lists with the next byte (0-255) of each row, or None after the
+        row's EOS. Weights must not change meanwhile.
+
+        logits [B, V]: of the last byte fed to the state. Requesting a byte advances the state.
+        temperature, top_k, top_p, generator: see decode.draw. no_repeat_ngram_size: do not write a
+        sequence of this many bytes twice; 0: off.
+
+        Raise FloatingPointError for a non-finite logit."""
+        ended = torch.zeros(len(logits), dtype=torch.bool, device=logits.device)
+        written = logits.new_empty(len(logits), 0, dtype=torch.int64)
+        with self.cast_weights_once():
+            for count in range(max_new_bytes):
+                if count > 0:
+                    logits = self.step(written[:, -1:], state)[:, -1]
+                if not logits.isfinite().all():
+                    raise FloatingPointError(
+                        "the model's logits are not finite numbers: its weights are ruined"
+                    )
+                if no_repeat_ngram_size > 0:
+                    logits = forbid_repeats(logits, written, no_repeat_ngram_size)
+                drawn = draw(logits, temperature, top_k, top_p, generator)
+                drawn = torch.where(ended, PAD_ID, drawn)
+                written = torch.cat((written, drawn[:, None]), dim=1)
+                ended |= drawn == EOS_ID
+                if ended.all():
+                    return
+                yield [byte if byte < 256 else None for byte in drawn.tolist()]
+
+    def generate(
+        self,
+        ids: list[int],
+        max_new_bytes: int,
+        temperature: float = 1.0,
+        generator: torch.Generator | None = None,
+        n_loops: int | None = None,
+    ) -> Iterator[int]:
+        """Yield up to max_new_bytes bytes (0-255) that continue the prefix `ids`, until EOS; see
+        `generate_batch`."""
+        state = self.decoding_state(n_loops=n_loops)
+        with self.cast_weights_once():
+            logits = self.step(torch.tensor([ids], device=self.embed_tokens.device), state)[:, -1]
+        for (byte,) in self.generate_batch(
+            logits, state, max_new_bytes, temperature, generator=generator
+        ):
+            assert byte is not None  # the only row's EOS ends the loop
+            yield byte
 
     # ----------------------------------------------------------------------------------------------
     # Training
 
-    cast_weights_once = cast_weights_once  # a context for all passes of an optimizer step
+    def cast_weights_once(self) -> AbstractContextManager[None]:
+        """Cast weights once for all passes of an optimizer step; see layers.cast_weights_once."""
+        return cast_weights_once(self)
 
     def zero_grad(self, set_to_none: bool = True):
         """Drop all gradients, including those gathered by Engram tables."""

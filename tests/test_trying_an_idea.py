@@ -79,7 +79,7 @@ def test_train_py_trains_the_pages_model_and_sample_py_samples_from_it(
     monkeypatch.setitem(page, "tokens_before", lambda *args: tokens_before(*args[:3]))
     assert page["talk"]([str(directory), "--eval", str(shards)]) == 0
     assert page["talk"]([str(directory), "--prompt", "a"]) == 2
-    assert "must keep the last rows" in capsys.readouterr().err.splitlines()[-1]
+    assert "must keep the last tokens" in capsys.readouterr().err.splitlines()[-1]
     more = "--max_steps 3 --sample_every 1 --compile=False".split()
     assert page["main"]([*flags, *more]) == 0
     assert "step 3: no sample: MySpider's logits in decoding differ" in capsys.readouterr().err

@@ -1,18 +1,18 @@
-"""Multi-head latent attention (MLA) over packed rows, and the cache of its latents in decoding.
+"""Multi-head latent attention (MLA) over packed tokens, and its cache in decoding.
 
-Keys and values are projections of one narrow latent per row (DeepSeek-V2, arXiv 2405.04434).
+Keys and values are projections of one narrow latent per token (DeepSeek-V2, arXiv 2405.04434).
 
 Shapes, as suffixes of names:
-    M  packed rows: bytes in prelude and coda, segments in the core
-    n  active rows: those of the M rows that a loop computes
-    D  hidden size
+    M  packed tokens: bytes in prelude and coda, segments in the core
+    n  active tokens, the part of M that a loop computes
+    D  hidden_size
     H  heads
     Q  width of a head: qk_nope_head_dim + qk_rope_head_dim, which equals v_head_dim
-    R  width of a head's rotated part: qk_rope_head_dim
+    R  qk_rope_head_dim, the rotated numbers of a head
     C  kv_lora_rank, the part of a latent from which keys and values are made
     B  documents, in a padded batch or in a cache
-    T  rows of each of these documents, padding included
-    S  slots of the cache per document
+    T  tokens per document, padding included
+    S  slots per document in a cache
 """
 
 import math
@@ -33,36 +33,37 @@ from spider.model.packing import ALL_TOKENS, ActiveTokens, Packing
 
 
 class Cache:
-    """Rows of earlier decoding steps in ring buffers, one per layer, loop and document.
+    """Ring buffers with the tokens of earlier decoding steps, one per layer, loop and document.
 
-    Row p of a document is in slot p % S. With four slots, after rows 0 to 5:
+    The token at position p of its document is in slot p % S. With S = 4, after positions 0 to 5:
 
-        slot                0    1    2    3
-        rows written       0, 4 1, 5  2    3
-        position_in(slot)   4    5    2    3
-                                 ^ newest
+        slot                0     1     2    3
+        positions stored    0, 4  1, 5  2    3
+        position_in(slot)   4     5     2    3
+                                  ^ newest
 
-    The number of slots follows the rows that are needed, with room to spare, so that the buffer is
-    seldom copied. A cache serves one step. The next step makes another from its `buffer`.
+    There are more slots than needed, so that the buffer is seldom copied to another size. A cache
+    serves one step, and the next step makes a new cache from its `buffer`.
     """
 
     buffer: Tensor  # [layers, loops, B, S, width]
-    slot: Tensor  # int64 [M], where the step's rows go in [B * S]
-    used_slots: int  # a bound of the slots in use; those behind it were never filled
-    layer: int  # of a view, see `of`
-    slots: Tensor  # [loops, B * S, width], the part of `buffer` from a layer's loop on, see `of`
+    tokens_B: Tensor  # int64 [B], tokens of each document, this step's included
+    slot: Tensor  # int64 [M], index of each of the step's tokens in [B * S]
+    used_slots: int  # slots from this one on were never filled
+    layer: int  # set by `of`
+    slots: Tensor  # [loops, B * S, width], a layer's part of `buffer` from a loop on; set by `of`
 
     def __init__(self, buffer: Tensor, packing: Packing, before: Tensor, window: int = 0):
-        """Prepare the buffer of the step before for a step's rows.
+        """Make room for the tokens of a step in the buffer of the previous step.
 
-        packing: of the step's rows. before int64 [B]: rows of each document in earlier steps.
-        window: rows that a row reads, including itself; 0: all. Waits for the device."""
-        lengths = before + packing.cu_seqlens.diff()
-        rows = int(lengths.max())  # host synchronisation
-        needed = min(rows, window + packing.max_seqlen - 1) if window else rows
+        packing: of the step's tokens. before: int64 [B], tokens of each document in earlier steps.
+        window: tokens that a token reads, itself included; 0: all. Waits for the device."""
+        self.tokens_B = before + packing.cu_seqlens.diff()
+        tokens = int(self.tokens_B.max())  # host synchronisation
+        needed = min(tokens, window + packing.max_seqlen - 1) if window else tokens
         slots = buffer.shape[3]
         if is_single_token(packing) and needed == window:
-            # Exactly the window: each new row overwrites the one that it no longer sees.
+            # Exactly the window: each new token overwrites the one that just left the window.
             if slots != needed:
                 buffer = _with_slots(buffer, before, needed)
         elif not needed <= slots <= max(16, 4 * needed):
@@ -70,35 +71,36 @@ class Cache:
         self.buffer = buffer
         self.packing = packing
         self.slot = self.slot_of(packing.position)
-        self.used_slots = min(rows, buffer.shape[3])
+        self.used_slots = min(tokens, buffer.shape[3])
 
     def slot_of(self, position: Tensor) -> Tensor:
-        """Return the slot in [B * S] of a position in each row's document, [..., M]."""
+        """Return the index in [B * S] of positions [..., M] in the documents of a step's tokens."""
         slots = self.buffer.shape[3]
         return self.packing.document * slots + position % slots
 
     def of(self, layer: int, loop: int = 0) -> Self:
-        """Return a view for a layer and loop, on the same buffer."""
+        """Return a view of the same buffer for one layer and loop."""
         view = copy(self)
         view.layer = layer
         view.slots = self.buffer[layer, loop:].flatten(1, 2)
         return view
 
     def put(self, x: Tensor) -> Tensor:
-        """Store the step's rows [M, width]; return all rows of this layer and loop, [B * S, width].
+        """Store the step's tokens x [M, width]; return the whole buffer of this layer and loop,
+        [B * S, width].
 
-        This also fills all later loops. A segment that halts is not computed there, so these loops
-        read its last state."""
+        x is also stored for all later loops. Those loops do not compute segments that have halted,
+        and read the state that is stored here."""
         self.slots.index_copy_(1, self.slot, x.expand(len(self.slots), -1, -1))
         return self.slots[0]
 
 
 class LatentCache(Cache):
-    """The cache of attention: latents of earlier rows, to which a step's rows attend."""
+    """The cache of attention: latents of earlier tokens, to which a step's tokens attend."""
 
-    hidden: Tensor | None = None  # bool [B, T, used_slots]: not visible to a row; None: all are
-    padded_index: Tensor  # int64 [M], the step's rows in [B * T]; only with `hidden`
-    kept: dict[int, Tensor] | None  # last rows by layer, see tokens_before; None in the core
+    hidden: Tensor | None = None  # bool [B, T, used_slots]: slots that a token cannot see
+    padded_index: Tensor  # int64 [M], index of the step's tokens in [B * T]; only with `hidden`
+    kept: dict[int, Tensor] | None  # see tokens_before; None in the core
 
     def __init__(
         self,
@@ -110,49 +112,51 @@ class LatentCache(Cache):
     ):
         super().__init__(buffer, packing, before, window)
         self.kept = kept
-        if is_single_token(packing):  # it sees all that is stored
+        if is_single_token(packing):  # which sees all slots
             return
-        row_in_step = packing.position - before.index_select(0, packing.document)
-        self.padded_index = packing.document * packing.max_seqlen + row_in_step
+        index_in_step = packing.position - before.index_select(0, packing.document)
+        self.padded_index = packing.document * packing.max_seqlen + index_in_step
 
         slot = torch.arange(self.used_slots, device=buffer.device)
-        rows_B = before + packing.cu_seqlens.diff()  # once the step's rows are stored
-        stored_B1S = position_in(slot, rows_B, self.buffer.shape[3])[:, None]
+        stored_B1S = position_in(slot, self.tokens_B, self.buffer.shape[3])[:, None]
         step = torch.arange(packing.max_seqlen, device=buffer.device)
-        row_BT1 = (before[:, None] + step)[:, :, None]
-        self.hidden = (stored_B1S < 0) | (stored_B1S > row_BT1)
+        position_BT1 = (before[:, None] + step)[:, :, None]
+        self.hidden = (stored_B1S < 0) | (stored_B1S > position_BT1)
         if window:
-            self.hidden |= stored_B1S <= row_BT1 - window
+            self.hidden |= stored_B1S <= position_BT1 - window
 
     def attend(self, q: Tensor, x: Tensor, scale: float, value_width: int) -> Tensor:
-        """Store the step's rows x [M, width] and attend to all rows -> [M, H, value_width].
+        """Store the latents x [M, width] of the step's tokens and attend to all stored latents.
 
-        q [M, H, width]. All heads share the rows. Values are the first numbers of the keys."""
-        rows, heads, width = q.shape
+        q [M, H, width] -> [M, H, value_width]. All heads read the same latents. A latent is the
+        key, and its first value_width numbers are the value."""
+        tokens, heads, width = q.shape
         documents = len(self.packing.cu_seqlens) - 1
-        longest = self.packing.max_seqlen
+        max_seqlen = self.packing.max_seqlen
         keys_BSw = self.put(x).unflatten(0, (documents, -1))[:, : self.used_slots]
-        padded = documents * longest != rows
+        padded = documents * max_seqlen != tokens
         if padded:
-            q = q.new_zeros(documents * longest, heads, width).index_copy(0, self.padded_index, q)
-        q = q.reshape(documents, longest * heads, width)
+            q = q.new_zeros(documents * max_seqlen, heads, width).index_copy(
+                0, self.padded_index, q
+            )
+        q = q.reshape(documents, max_seqlen * heads, width)
         score = torch.baddbmm(q.new_zeros(()), q, keys_BSw.mT, beta=0, alpha=scale)
         if self.hidden is not None:
-            score_BTHS = score.view(documents, longest, heads, -1)
+            score_BTHS = score.view(documents, max_seqlen, heads, -1)
             score_BTHS.masked_fill_(self.hidden[:, :, None], -math.inf)
         out = torch.bmm(score.softmax(-1), keys_BSw[..., :value_width])
-        out = out.view(documents * longest, heads, value_width)
+        out = out.view(documents * max_seqlen, heads, value_width)
         return out.index_select(0, self.padded_index) if padded else out
 
 
 def tokens_before(
     x_MD: Tensor, packing: Packing, count: int, cache: LatentCache | None = None
 ) -> Tensor:
-    """Return the `count` rows before each row of a byte layer, the nearest last: [M, D, count].
-    They are zero before a document's start.
+    """Return the `count` tokens before each token in a byte layer, the nearest last: [M, D, count].
+    Before a document's start they are zero.
 
-    cache: in decoding, that of the layer. It keeps the last rows, so call this once in a layer.
-    Raise UsageError for that of a core layer, which keeps none."""
+    cache: the layer's, in decoding. It keeps the last tokens, so call this function once per layer.
+    Raise UsageError in a core layer, whose cache keeps none."""
     documents = 1 if cache is None else len(packing.cu_seqlens) - 1
     known_BTD = F.pad(x_MD.unflatten(0, (documents, -1)), (0, 0, count, 0))
     if cache is not None:
@@ -167,26 +171,26 @@ def tokens_before(
 
 
 def is_single_token(packing: Packing) -> bool:
-    """Return whether a step has one row of one document, as it has in sampling."""
+    """Return whether a step has a single token, as in sampling one text."""
     return packing.max_seqlen == 1 and len(packing.cu_seqlens) == 2
 
 
-def position_in(slot: Tensor, rows_B: Tensor, slots: int) -> Tensor:
-    """Return the position of the row in each slot, int64 [B, len(slot)]: the newest position p with
-    p % slots == slot; below 0: none.
+def position_in(slot: Tensor, tokens_B: Tensor, slots: int) -> Tensor:
+    """Return the position of the token in each slot, int64 [B, len(slot)], or a negative number for
+    an empty slot: the newest position p with p % slots == slot.
 
-    rows: those that each document has stored so far."""
-    newest_B1 = rows_B[:, None] - 1
+    tokens_B: tokens of each document that are stored so far."""
+    newest_B1 = tokens_B[:, None] - 1
     return newest_B1 - (newest_B1 - slot) % slots
 
 
-def _with_slots(buffer: Tensor, rows_B: Tensor, slots: int) -> Tensor:
-    """Copy a cache's buffer to one with another number of slots, [layers, loops, B, slots, width].
-    The newest of each document's rows are kept."""
+def _with_slots(buffer: Tensor, tokens_B: Tensor, slots: int) -> Tensor:
+    """Copy a cache's buffer to one with another number of slots, [layers, loops, B, slots, width],
+    which gets the newest tokens of each document."""
     slot = torch.arange(slots, device=buffer.device)
-    row_BS = position_in(slot, rows_B, slots)
-    document = torch.arange(len(rows_B), device=buffer.device)[:, None]
-    return buffer[:, :, document, row_BS % buffer.shape[3]]
+    position_BS = position_in(slot, tokens_B, slots)
+    document = torch.arange(len(tokens_B), device=buffer.device)[:, None]
+    return buffer[:, :, document, position_BS % buffer.shape[3]]
 
 
 # --------------------------------------------------------------------------------------------------
@@ -194,7 +198,7 @@ def _with_slots(buffer: Tensor, rows_B: Tensor, slots: int) -> Tensor:
 
 
 class _Rotate(torch.autograd.Function):
-    """Apply the rotary embedding in place to the last numbers of each head: x [M, H * width]."""
+    """Apply the rotary embedding to x [M, H * width] in place, see _rotate_."""
 
     @staticmethod
     def forward(ctx, x, heads, cos, sin):
@@ -211,10 +215,11 @@ class _Rotate(torch.autograd.Function):
 
 
 def _rotate_(x: Tensor, heads: int, cos: Tensor, sin: Tensor, direction: int) -> Tensor:
-    """Rotate x by its rows' angles in place, or back (direction -1).
+    """Rotate the last R numbers of each head in place; direction -1 rotates back.
 
-    Of each head the last R numbers rotate: their halves (a, b) become (a cos - b sin, b cos + a
-    sin). cos, sin [M, 1, R]: see Packing, where sin has the signs."""
+        (a, b) -> (a cos - b sin, b cos + a sin)        a, b: the first and second R / 2 numbers
+
+    cos, sin: [M, 1, R], see Packing. sin is negative in the first half."""
     rope_MHR = x.view(len(x), heads, -1)[:, :, -cos.shape[2] :]
     swapped = rope_MHR.roll(cos.shape[2] // 2, -1)
     rope_MHR.mul_(cos).addcmul_(swapped, sin, value=direction)
@@ -226,24 +231,24 @@ def _rotate_(x: Tensor, heads: int, cos: Tensor, sin: Tensor, direction: int) ->
 
 
 def attend_varlen(q_MHQ: Tensor, k_MHQ: Tensor, v_MHQ: Tensor, packing: Packing) -> Tensor:
-    """Attend causally inside each document by torch's variable-length kernel -> [M, H * Q]."""
+    """Attend causally inside each document with torch's variable-length kernel -> [M, H * Q]."""
     from torch.nn.attention.varlen import varlen_attn
 
-    assert packing.max_seqlen_as_size is not None  # Packing.build gives either this or buckets
+    assert packing.max_seqlen_as_size is not None  # Packing.build sets this or buckets
     cu_seqlens = packing.cu_seqlens
-    longest = packing.max_seqlen_as_size.shape[0]
-    window = (packing.window - 1, 0)  # rows before and after the row itself; -1: all
+    max_seqlen = packing.max_seqlen_as_size.shape[0]
+    window = (packing.window - 1, 0)  # tokens before and after a token; -1: all before it
     out = varlen_attn(
-        q_MHQ, k_MHQ, v_MHQ, cu_seqlens, cu_seqlens, longest, longest, window_size=window
+        q_MHQ, k_MHQ, v_MHQ, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, window_size=window
     )
-    assert isinstance(out, Tensor)  # a tuple only if its log-sums are asked for
+    assert isinstance(out, Tensor)  # a tuple only if log-sums are requested
     return out.flatten(1)
 
 
 def attend_padded(qkv: Tensor, packing: Packing) -> Tensor:
-    """Attend in the same way without such a kernel, by padded batches of documents.
+    """Do the same without the kernel, in padded batches of documents.
 
-    qkv [M, H, 3, Q]: queries, keys and values, side by side. Returns [M, H * Q]."""
+    qkv: [M, H, 3, Q], queries, keys and values. Returns [M, H * Q]."""
     assert packing.buckets is not None
     sizes = [bucket.documents * bucket.length for bucket in packing.buckets]
     if packing.padded_index is not None:
@@ -261,40 +266,39 @@ def attend_padded(qkv: Tensor, packing: Packing) -> Tensor:
 def _attend_batch(qkv: Tensor, window: int) -> Tensor:
     """Attend in a padded batch of documents: qkv [B, T, H, 3, Q] -> [B, T, H * Q].
 
-    Padding follows the last row, so the causal mask hides it. With a window, rows are cut into
-    blocks of that size. Each block attends to itself and to the block before."""
-    documents, longest = qkv.shape[:2]
-    if window == 0 or window >= longest:
+    Padding comes after the last token, so the causal mask hides it. A window cuts documents into
+    blocks of its size, and each block attends to itself and to the previous block."""
+    documents, length = qkv.shape[:2]
+    if window == 0 or window >= length:
         q, k, v = qkv.unbind(3)
-        return _attend_block(q, k, v, longest)
-    padding = (0, 0, 0, 0, 0, 0, 0, -longest % window)  # F.pad begins with the last dimension
+        return _attend_block(q, k, v, length)
+    padding = (0, 0, 0, 0, 0, 0, 0, -length % window)  # F.pad starts at the last dimension
     padded = F.pad(qkv, padding)
     blocks = padded.unflatten(1, (-1, window))  # [B, blocks, window, H, 3, Q]
 
     q, k, v = blocks[:, 0].unbind(3)
     first = _attend_block(q, k, v, window)
 
-    # Each later block behind the one before it: [B * (blocks - 1), 2 * window, H, 3, Q].
+    # Each later block, together with the previous one: [B * (blocks - 1), 2 * window, H, 3, Q].
     pairs = torch.cat((blocks[:, :-1], blocks[:, 1:]), dim=2)
     q, k, v = pairs.flatten(0, 1).unbind(3)
     later = _attend_block(q[:, window:], k, v, window)
     later = later.unflatten(0, (documents, -1))  # [B, blocks - 1, window, H * Q]
 
     out = torch.cat((first, later.flatten(1, 2)), dim=1)
-    return out[:, :longest]
+    return out[:, :length]
 
 
 def _attend_block(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
-    """Attend from the last rows of a batch, each to at most `window` rows.
+    """Attend from the last t of T tokens, each to the last `window` tokens, itself included.
 
-    k and v [B, T, H, Q] have all T rows, q [B, t, H, Q] the last t of them. Returns [B, t, H * Q].
-    """
-    rows = q.shape[1]
+    q [B, t, H, Q], k and v [B, T, H, Q]. Returns [B, t, H * Q]."""
+    tokens = q.shape[1]
     keys = k.shape[1]
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # [B, H, rows, Q]
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # [B, H, tokens, Q]
     if q.dtype == torch.bfloat16 and keys <= 2048:
         out = _attend_by_products(q, k, v, window)
-    elif keys > rows:
+    elif keys > tokens:
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=causal_mask(q, keys, window))
     else:
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -302,15 +306,15 @@ def _attend_block(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
 
 
 def _attend_by_products(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
-    """Attend by plain products, which in bf16 are faster than SDPA on a CPU up to 2048 keys.
+    """Attend with plain products, which in bf16 on a CPU are faster than SDPA up to 2048 keys.
 
-    q [B, H, t, Q], k and v [B, H, T, Q], as in _attend_block -> [B, H, t, Q]."""
+    q [B, H, t, Q], k and v [B, H, T, Q], see _attend_block. Returns [B, H, t, Q]."""
     shape = q.shape
-    q, k, v = (x.flatten(0, 1) for x in (q, k, v))  # [B * H, rows, Q]
+    q, k, v = (x.flatten(0, 1) for x in (q, k, v))  # [B * H, tokens, Q]
     outs = []
     end = k.shape[1] - q.shape[1]
     for part in q.split(512, dim=1):
-        end += part.shape[1]  # no row of this part sees a later key
+        end += part.shape[1]  # no token of this part sees a later key
         mask = causal_mask(part, end, window)
         score = torch.baddbmm(mask, part, k[:, :end].mT, alpha=shape[-1] ** -0.5)
         outs.append(torch.bmm(score.softmax(-1), v[:, :end]))
@@ -318,20 +322,20 @@ def _attend_by_products(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
 
 
 def causal_mask(q: Tensor, keys: int, window: int) -> Tensor:
-    """Return the mask to add to scores [t, keys]: 0 for keys that a row sees, -inf for others.
+    """Return the mask to add to scores [t, keys]: 0 for visible keys, -inf for hidden keys.
 
-    q [..., t, Q] are the last t of as many rows as there are keys. A row sees itself and the rows
-    before it, at most `window` in all."""
-    rows = q.shape[-2]
-    minus_inf = q.new_full((rows, keys), -math.inf)
-    later = minus_inf.triu(keys - rows + 1)
+    q: [..., t, Q], the last t of `keys` tokens. A token sees itself and earlier tokens, at most
+    `window` in all."""
+    tokens = q.shape[-2]
+    minus_inf = q.new_full((tokens, keys), -math.inf)
+    later = minus_inf.triu(keys - tokens + 1)
     if keys <= window:
         return later
-    return later + minus_inf.tril(keys - rows - window)
+    return later + minus_inf.tril(keys - tokens - window)
 
 
 def _concatenate(tensors: list[Tensor], dim: int) -> Tensor:
-    """Concatenate tensors, but do not copy a single one, as torch.cat does."""
+    """Concatenate tensors. Unlike torch.cat, do not copy a single tensor."""
     return torch.cat(tensors, dim=dim) if len(tensors) > 1 else tensors[0]
 
 
@@ -340,7 +344,7 @@ def _concatenate(tensors: list[Tensor], dim: int) -> Tensor:
 
 
 class MLA(nn.Module):
-    """Multi-head latent attention. Later rows read only a row's latent, C + R numbers."""
+    """Multi-head latent attention. Later tokens read only the latent of a token, C + R numbers."""
 
     def __init__(self, config: SpiderConfig):
         super().__init__()
@@ -363,19 +367,19 @@ class MLA(nn.Module):
         latent: Tensor | None = None,
         cache: LatentCache | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Attend from the active rows x [n, D] -> [n, D]; also return the latents [M, C + R].
+        """Attend from the active tokens x [n, D] -> [n, D]; also return the latents [M, C + R].
 
-        latent [M, C + R]: those of the loop before, which inactive rows keep; None in the first
-        loop. They are neither normed nor rotated. cache: in decoding, has the latents of earlier
-        steps, normed and rotated."""
+        latent: [M, C + R], latents of the loop before, which inactive tokens keep; None in the
+        first loop. They are not normed or rotated yet. cache: in decoding, holds the latents of
+        earlier steps, normed and rotated."""
         c = self.config
         latent = active.merge(latent, self.kv_a_proj(x))
-        rows = len(latent)
+        tokens = len(latent)
         q = active.scatter(self.q_b_proj(rms_norm(self.q_a_proj(x))))
         if not isinstance(self.q_b_proj, Linear):
-            # FP8's output is a view, which autograd does not let us modify
+            # Float8Linear returns a view, which autograd does not let us modify in place
             q = q.clone()
-        q_MHQ = _Rotate.apply(q, c.n_heads, packing.cos, packing.sin).view(rows, c.n_heads, -1)
+        q_MHQ = _Rotate.apply(q, c.n_heads, packing.cos, packing.sin).view(tokens, c.n_heads, -1)
         c_kv, k_rope = latent.split_with_sizes((c.kv_lora_rank, c.qk_rope_head_dim), dim=-1)
         c_kv_MC = rms_norm(c_kv)
         k_rope_MR = _Rotate.apply(k_rope.clone(), 1, packing.cos, packing.sin)
@@ -388,10 +392,10 @@ class MLA(nn.Module):
     def _attend_in_documents(
         self, q_MHQ: Tensor, c_kv_MC: Tensor, k_rope_MR: Tensor, packing: Packing
     ) -> Tensor:
-        """Expand the latents to keys and values, and attend inside documents -> [M, H * Q]."""
+        """Expand latents to keys and values per head, and attend inside documents: [M, H * Q]."""
         c = self.config
-        rows, heads, _ = q_MHQ.shape
-        kv = self.kv_b_proj(c_kv_MC).view(rows, heads, -1)  # [M, H, nope + Q]
+        tokens, heads, _ = q_MHQ.shape
+        kv = self.kv_b_proj(c_kv_MC).view(tokens, heads, -1)  # [M, H, nope + Q]
         k_nope, v_MHQ = kv.split_with_sizes((c.qk_nope_head_dim, c.v_head_dim), dim=-1)
         k_rope_MHR = k_rope_MR[:, None].expand(-1, heads, -1)  # shared by the heads
         if packing.buckets is None:
@@ -400,15 +404,18 @@ class MLA(nn.Module):
             k_MHQ = torch.cat((k_nope, k_rope_MHR), dim=-1)
             return attend_varlen(q_MHQ, k_MHQ, v_MHQ, packing)
         qkv = torch.cat((q_MHQ, k_nope, k_rope_MHR, v_MHQ), dim=-1)
-        return attend_padded(qkv.view(rows, heads, 3, -1), packing)
+        return attend_padded(qkv.view(tokens, heads, 3, -1), packing)
 
     def _attend_to_cache(
         self, q_MHQ: Tensor, c_kv_MC: Tensor, k_rope_MR: Tensor, cache: LatentCache
     ) -> Tensor:
-        """Attend to the latents themselves -> [M, H * Q], without keys and values of each head.
+        """Attend to cached latents without expanding them to keys and values: [M, H * Q].
 
-        kv_b_proj's rows are W_UK and W_UV of each head. A score is q (W_UK c) = (q W_UK) c, so the
-        query takes W_UK. The weighted sum of values W_UV c is W_UV times the weighted sum of c."""
+        W_UK and W_UV are the rows of kv_b_proj for a head's keys and values.
+
+            score           q (W_UK c) = (q W_UK) c
+            sum of values   sum a (W_UV c) = W_UV (sum a c)         a: attention weights
+        """
         c = self.config
         weight = weight_of(self.kv_b_proj, c_kv_MC.dtype)
         weight_per_head = weight.view(c.n_heads, -1, c.kv_lora_rank)

@@ -1,9 +1,12 @@
-"""Layers over rows: Linears that cast their weights, RMSNorm, SwiGLU.
+"""Layers that treat each token separately: Linears that cast their weights, RMSNorm, SwiGLU.
 
-Parameters are fp32 (or another dtype, if converted). Products run in `Spider.compute_dtype`, the
-dtype of activations. Sums over rows, routing and losses are at least fp32.
+Parameters are fp32 (or another dtype, if converted). Matrix products run in Spider.compute_dtype,
+the dtype of activations. Sums over tokens, routing and losses are at least fp32.
 
-Shapes, also at the end of names: M rows, D inputs of a product, F its outputs.
+Shapes, as suffixes of names:
+    M  tokens
+    D  inputs of a product
+    F  outputs of a product
 """
 
 from collections.abc import Iterator
@@ -15,31 +18,29 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 # --------------------------------------------------------------------------------------------------
-# Linears. The loops of the core, recomputation and micro-steps all use the same weights, so inside
+# Linears. Loops of the core, recomputation and micro-steps use the same weights. Inside
 # `cast_weights_once` each weight is cast once per optimizer step, and its gradients are summed
-# before the cast back.
+# before they are cast back.
 
 
 class Linear(nn.Linear):
-    """nn.Linear that casts its weight to the input's dtype.
-
-    Only Spider.init_weights initializes it."""
+    """nn.Linear that casts its weight to the input's dtype, initialized by Spider.init_weights."""
 
     cast: Tensor | None = None  # the cast weight, inside cast_weights_once
 
     def __init__(
         self, in_features: int, out_features: int, bias: bool = False, normed_input: bool = False
     ):
-        """normed_input: rms_norm makes the inputs, so they are at most sqrt(in_features) in size,
-        which FP8 uses."""
+        """normed_input: the inputs come from rms_norm, so their magnitude is at most
+        sqrt(in_features), which FP8 uses."""
         super().__init__(in_features, out_features, bias=bias)
         self.normed_input = normed_input
 
     def reset_parameters(self):
-        """Draw nothing; nn.Linear's constructor calls this."""
+        """Do nothing. nn.Linear's constructor calls this, but init_weights sets the values."""
 
     def cast_weight(self, dtype: torch.dtype):
-        """Keep the weight in a dtype, see cast_weights_once."""
+        """Store the weight in a dtype, see cast_weights_once."""
         if dtype != self.weight.dtype:
             self.cast = self.weight.to(dtype)
 
@@ -49,14 +50,14 @@ class Linear(nn.Linear):
 
 
 class WideLinear(Linear):
-    """Linear that computes in fp32 (or wider) for any input dtype. Near-ties of router, boundary
-    and halting predictors would flip in a narrower dtype, and in TF32, which neither this project
-    nor torch's defaults allow.
+    """Linear that computes in at least fp32 for inputs of any dtype.
 
-    On a GPU, bf16 inputs take WideProduct; `cast` then has the terms of the weight."""
+    In narrower dtypes and in TF32, near-ties of router, boundary and halting predictors would flip.
+    Neither this project nor torch's defaults allow TF32. On a GPU, bf16 inputs use WideProduct, and
+    `cast` holds the terms of the weight."""
 
     def cast_weight(self, dtype: torch.dtype):
-        """Keep the terms of the weight, see WideProduct."""
+        """Store the terms of the weight, see WideProduct."""
         if self.weight.is_cuda and dtype == torch.bfloat16 and self.weight.dtype == torch.float32:
             self.cast = bf16_terms(self.weight.detach())
 
@@ -72,15 +73,17 @@ class WideLinear(Linear):
 
 
 class WideProduct(torch.autograd.Function):
-    """Multiply bf16 x [M, D] by an fp32 weight [F, D] to fp32 [M, F]: as exactly as fp32 does, but
-    on the tensor cores of bf16, which are more than ten times as fast. An fp32 product would make a
-    step of `1b` 2% longer (docs/results/gpu-estimates.md).
+    """Multiply bf16 x [M, D] by an fp32 weight [F, D] on the tensor cores of bf16: fp32 [M, F].
 
-    An fp32 number is the sum of three terms in bf16, of 8 bits each. Products of two bf16 numbers
-    are exact in fp32, which also sums them. So this is one product with three times the columns.
+    The result is as exact as an fp32 product, and bf16 is more than ten times as fast. With fp32
+    products, a step of `1b` would take 2% longer (docs/results/gpu-estimates.md).
 
-    weight_terms [3 * F, D]: bf16_terms of the weight. The weight itself only receives the
-    gradient."""
+    An fp32 number is the sum of three bf16 terms of 8 bits each. Products of two bf16 numbers are
+    exact in fp32, in which they are also summed. So one product with three times the columns is
+    enough.
+
+    weight_terms: [3 * F, D], bf16_terms of the weight. The weight itself is an argument only to
+    receive the gradient."""
 
     @staticmethod
     def forward(ctx, x_MD, weight_FD, weight_terms):
@@ -95,8 +98,8 @@ class WideProduct(torch.autograd.Function):
         grad_x_MD = None
         grad_weight_FD = None
         if ctx.needs_input_grad[0]:
-            # The result is rounded to bf16, so the two largest terms of each suffice, in the three
-            # products that are not below that rounding.
+            # The result is rounded to bf16, so the two largest terms of each factor suffice, and of
+            # their four products the three that are above that rounding.
             grad_1, grad_2, _ = grad_terms.chunk(3, dim=1)
             weight_1, weight_2, _ = weight_terms.chunk(3)
             weights = torch.cat((weight_1, weight_2, weight_1))
@@ -108,8 +111,8 @@ class WideProduct(torch.autograd.Function):
 
 
 def bf16_terms(x: Tensor, dim: int = 0) -> Tensor:
-    """Split fp32 numbers into three terms in bf16, side by side along a dimension. Their sum is the
-    number, except for the smallest exponents."""
+    """Split fp32 numbers into three bf16 terms, concatenated along a dimension. The terms sum to
+    the number, except for the smallest exponents."""
     first = x.to(torch.bfloat16)
     rest = x - first
     second = rest.to(torch.bfloat16)
@@ -118,9 +121,9 @@ def bf16_terms(x: Tensor, dim: int = 0) -> Tensor:
 
 
 def weight_of(linear: nn.Linear, dtype: torch.dtype) -> Tensor:
-    """Return a Linear's weight in a dtype, using its cast if there is one."""
+    """Return a Linear's weight in a dtype: its stored cast if it has one."""
     if not hasattr(linear, "cast"):
-        # wrapped, as peft does it: the weight is the product with a unit matrix
+        # wrapped, as by peft: get the weight from the product with a unit matrix
         unit = torch.eye(linear.in_features, dtype=dtype, device=linear.weight.device)
         return linear(unit).to(dtype).mT
     cast: Any = linear.cast
@@ -136,13 +139,13 @@ def wide(x: Tensor) -> Tensor:
 
 @contextmanager
 def cast_weights_once(model: nn.Module) -> Iterator[None]:
-    """Cast weights to `compute_dtype` once for all passes inside.
+    """Cast weights to `compute_dtype` once for all passes inside the context.
 
-    Every module with a method `cast_weight(dtype)` keeps its cast in `cast`. Use it around all
-    passes of an optimizer step: weights must not change inside."""
+    Every module with a method `cast_weight(dtype)` keeps its result in `cast`. Enter the context
+    around all passes of an optimizer step: weights must not change inside."""
     modules: list[Any] = [module for module in model.modules() if hasattr(module, "cast_weight")]
     try:
-        # under FSDP, each group casts in its forward, after it has gathered the weights
+        # Under FSDP, each group casts in its forward instead, after it has gathered the weights.
         if model.casts_early:
             for module in modules:
                 module.cast_weight(model.compute_dtype)
@@ -153,7 +156,7 @@ def cast_weights_once(model: nn.Module) -> Iterator[None]:
 
 
 # --------------------------------------------------------------------------------------------------
-# RMSNorm without weights; the Linear that follows makes them redundant
+# RMSNorm without weights, which the next Linear makes redundant
 
 
 def rms_norm(x: Tensor, eps: float = 1e-6) -> Tensor:
@@ -166,16 +169,16 @@ def rms_norm(x: Tensor, eps: float = 1e-6) -> Tensor:
 
 
 def inverse_rms(x: Tensor, eps: float) -> Tensor:
-    """Return 1 / sqrt(mean(x^2) + eps), [..., 1], at least in fp32."""
+    """Return 1 / sqrt(mean(x^2) + eps), [..., 1], in at least fp32."""
     dtype = x.dtype if x.dtype.itemsize > 2 else torch.float32
     length = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=dtype)
-    eps_on_device = length.new_full((), eps)  # CUDA's addcmul refuses one on the host
+    eps_on_device = length.new_full((), eps)  # CUDA's addcmul refuses a tensor on the host
     mean_square = torch.addcmul(eps_on_device, length, length, value=1 / x.shape[-1])  # + eps
     return mean_square.rsqrt_()
 
 
 class _RMSNormCPU(torch.autograd.Function):
-    """RMSNorm for CPUs, where torch's own backward takes two to three times as long."""
+    """RMSNorm for CPUs, on which torch's own backward takes two to three times as long."""
 
     @staticmethod
     def forward(ctx, x, eps):
@@ -187,7 +190,7 @@ class _RMSNormCPU(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         y, scale = ctx.saved_tensors
-        along = (grad * y).mean(-1, keepdim=True)  # the part along y, which changes only the length
+        along = (grad * y).mean(-1, keepdim=True)  # the part along y changes only the length
         return torch.addcmul(grad, y, along, value=-1) * scale, None
 
 
@@ -196,7 +199,7 @@ class _RMSNormCPU(torch.autograd.Function):
 
 
 class SwiGLU(nn.Module):
-    """Gated feed-forward (Shazeer, arXiv 2002.05202), [rows, hidden_size] -> the same."""
+    """Gated feed-forward (Shazeer, arXiv 2002.05202), [M, hidden_size] -> [M, hidden_size]."""
 
     def __init__(self, hidden_size: int, intermediate_size: int):
         super().__init__()

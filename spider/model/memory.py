@@ -1,19 +1,20 @@
-"""Lookup memories, addressed by contexts of the last bytes (contexts.py): Engram tables and the
-match memory.
+"""Lookup memories, addressed by contexts of the last bytes (contexts.py): Engram and match memory.
 
-Engram (arXiv 2601.07372) looks up learned rows: at segment rate before core layers, at byte rate
-(BLT, arXiv 2412.09871) before prelude and head. The match memory (the match model of PAQ, Mahoney
-2005) finds the last occurrences of the current context in the document, and the bytes after them.
+Engram (arXiv 2601.07372) looks up learned rows of tables: at segment rate before core layers, at
+byte rate (BLT, arXiv 2412.09871) before the prelude and before the head. The match memory (the
+match model of PAQ, Mahoney 2005) finds the last occurrences of the current context in the document,
+and the bytes that followed them.
 
 Shapes, as suffixes of names:
-    M  bytes
+    M  bytes of a text, or of a decoding step
     N  segments
-    n  active segments: those of the N segments that a loop computes; of a table: lookups
-    D  hidden size
-    X  contexts of the match memory
-    B  documents in decoding
-    T  bytes of each that a decoding step reads
-    S  slots for bytes of each that earlier steps have read
+    n  active segments, the part of N that a loop computes
+    D  hidden_size
+    X  contexts of a memory
+    R  ranks: the M bytes in the order of their keys
+    B  sequences; in a decoding step, each is part of one document
+    T  bytes of a sequence
+    S  slots for the bytes of a document so far, in decoding
 """
 
 import warnings
@@ -27,7 +28,7 @@ from torch.utils.checkpoint import checkpoint
 
 from spider.config import MAX_CONTEXT_BYTES, SpiderConfig, primes_below
 from spider.model.attention import Cache
-from spider.model.contexts import Past
+from spider.model.contexts import PastBytes
 from spider.model.layers import Linear, inverse_rms, rms_norm, wide
 from spider.model.packing import ActiveTokens, Packing, mark_tokens_dynamic, round_up
 
@@ -36,7 +37,7 @@ from spider.model.packing import ActiveTokens, Packing, mark_tokens_dynamic, rou
 
 
 class HashedContexts(nn.Module):
-    """The contexts of a memory, and the constants of their keys."""
+    """The contexts of a memory, and the constants in their keys."""
 
     def __init__(self, contexts: tuple[str, ...]):
         super().__init__()
@@ -45,88 +46,86 @@ class HashedContexts(nn.Module):
         self.multiplier: Tensor = nn.Buffer(torch.empty(longest, dtype=torch.int64))
 
     def init_hash(self, seed: int):
-        """Draw odd 64-bit multipliers from `seed`, without changing any random state."""
+        """Draw odd 64-bit multipliers from `seed`; the global random state stays as it is."""
         generator = torch.Generator().manual_seed(seed)
         shape = self.multiplier.shape
         drawn = torch.randint(-(2**62), 2**62, shape, generator=generator, device="cpu")
         self.multiplier.copy_(drawn * 2 + 1)
 
-    def keys(self, past: Past) -> Tensor:
-        """Return the key of each context of n bytes, int64 [X, n]."""
+    def keys(self, past: PastBytes) -> Tensor:
+        """Return the keys of past's M bytes, int64 [X, M]."""
         return past.keys(self.contexts, self.multiplier)
 
 
-class Lookups(NamedTuple):
-    """Gradients of n lookups in a table."""
+class LookupGradients(NamedTuple):
+    """Gradients of lookups in a table."""
 
-    row: Tensor  # int64 [n]
-    gradient: Tensor  # [n, dim], at least fp32
+    row: Tensor  # int64 [lookups]
+    gradient: Tensor  # [lookups, dim], at least fp32
 
 
 class EngramTable(HashedContexts):
-    """The rows of one memory, in several hash tables: one for each context and hash head.
+    """The rows of one memory, in several hash tables: one per context and hash head.
 
-    The address in a table is the context's key mod a prime of that table. All tables are
+    A context's address in a table is its key modulo a prime of that table. All tables are
     concatenated in `weight`. Rows that were never looked up stay zero.
 
-    Gradients of lookups are not in weight.grad but gathered here, until `forget`. Only
-    optim.RowwiseAdagrad reads them, by `merged`, and sets `claimed`."""
+    Gradients are not in weight.grad. The table gathers them per lookup until `forget` is called.
+    Only optim.RowwiseAdagrad reads them, with `summed_gradients`, and sets `claimed`."""
 
     claimed: bool = False
-    warned: ClassVar[bool] = False  # once per process, for any table
+    warned: ClassVar[bool] = False  # warn once per process
 
     def __init__(self, contexts: tuple[str, ...], heads: int, rows: int, dim: int):
         super().__init__(contexts)
         self.width = len(contexts) * heads * dim
         self.primes = primes_below(rows, len(contexts) * heads)
         self.weight = nn.Parameter(torch.empty(sum(self.primes), dim))
-        # rows of each table, and its first row
+        # number of rows of each table, and its first row
         prime = torch.empty(len(contexts), heads, dtype=torch.int64)
         self.prime: Tensor = nn.Buffer(prime, persistent=False)
         self.offset: Tensor = nn.Buffer(torch.empty_like(prime), persistent=False)
-        self.lookups: list[Lookups] = []
+        self.lookups: list[LookupGradients] = []
         self.sums: Tensor | None = None  # gradients summed by row, [rows, dim]
 
     def init_hash(self, seed: int):
-        """Set the multipliers from `seed`, primes and offsets from the sizes."""
+        """Draw the multipliers from `seed`; set primes and offsets from the sizes."""
         super().init_hash(seed)
         self.prime.copy_(torch.tensor(self.primes).view_as(self.prime))
         next_offset = self.prime.flatten().cumsum(0).view_as(self.prime)
         self.offset.copy_(next_offset - self.prime)
 
-    def addresses(self, past: Past) -> Tensor:
-        """Return the rows of `weight` for n bytes' contexts, int64 [n, contexts * heads]."""
+    def addresses(self, past: PastBytes) -> Tensor:
+        """Return the rows of `weight` for the contexts of M bytes, int64 [M, X * heads]."""
         keys = self.keys(past).T[:, :, None]
         return (keys.remainder(self.prime) + self.offset).flatten(1)
 
-    def forward(self, past: Past) -> Tensor:
-        """Look up n bytes' contexts: [n, contexts * heads, dim].
-
-        The gradient goes to `gather`, weight.grad stays None."""
+    def forward(self, past: PastBytes) -> Tensor:
+        """Look up the contexts of M bytes: [M, X * heads, dim]. Backward calls `gather`."""
         return _Lookup.apply(self.weight, self.addresses(past), self)
 
     def gather(self, row: Tensor, gradient: Tensor):
-        """Record n lookups for the optimizer: their rows [n] and gradients [n, dim].
+        """Record the rows [lookups] and gradients [lookups, dim] of lookups for the optimizer.
 
-        They are kept in a list: for 65,536 of them in a table of `tiny`, gathering and stepping
-        take 74 ms on a CPU, and 820 ms with the sums of all rows. Once the list exceeds half the
-        number of the table's rows, it is summed by row. So memory is bounded by the table's size,
+        Lookups are kept in a list: with 65,536 lookups in a table of `tiny`, gathering and stepping
+        take 74 ms on a CPU, and 820 ms with sums over all rows. When the list has more than half as
+        many lookups as the table has rows, it is summed by row. So the table's size limits memory,
         for any number of lookups and micro-steps."""
         if not (self.claimed or EngramTable.warned):
             EngramTable.warned = True
             warnings.warn(
-                "Engram tables, which have most of the parameters, learn only by "
+                "Engram tables, which hold most of the parameters, are trained only by "
                 "spider.training.optim.RowwiseAdagrad "
-                "(see docs/guide/your-own-loop.md): other optimizers leave them unchanged",
+                "(see docs/guide/your-own-loop.md); other optimizers leave them unchanged",
                 stacklevel=2,
             )
-        self.lookups.append(Lookups(row, wide(gradient)))
+        self.lookups.append(LookupGradients(row, wide(gradient)))
         count = sum(len(lookup.row) for lookup in self.lookups)
         if 2 * count > len(self.weight):
             self.sum_up()
 
     def sum_up(self) -> Tensor:
-        """Sum all gathered gradients by row: [rows, dim], of all rows of the table."""
+        """Sum all gathered gradients by row: [rows, dim], for all rows of the table."""
         if self.sums is None:
             self.sums = torch.zeros_like(wide(self.weight))
         for row, gradient in self.lookups:
@@ -134,24 +133,24 @@ class EngramTable(HashedContexts):
         self.lookups.clear()
         return self.sums
 
-    def merged(self) -> Lookups | None:
-        """Return the sum of the gradients of each row since `forget`; None without lookups.
+    def summed_gradients(self) -> LookupGradients | None:
+        """Return each row's sum of gradients since `forget`, or None without lookups.
 
-        A row may come several times: once with its sum, else with zeros. So nothing is sorted, and
-        no size depends on the data."""
+        A row may appear several times: once with its sum, the other times with zeros. So nothing is
+        sorted, and no size depends on the data."""
         if self.sums is not None:
             sums = self.sum_up()
-            return Lookups(torch.arange(len(sums), device=sums.device), sums)
+            return LookupGradients(torch.arange(len(sums), device=sums.device), sums)
         if not self.lookups:
             return None
         rows = torch.cat([row for row, _ in self.lookups])
-        # One of the lookups of each row holds its sum: whichever is written last.
+        # The sum of a row belongs to one of its lookups: to the one that scatter_ writes last.
         holder = torch.empty(len(self.weight), dtype=torch.int64, device=rows.device)
         holder.scatter_(0, rows, torch.arange(len(rows), device=rows.device))
         sums = self.lookups[0].gradient.new_zeros(len(rows), self.weight.shape[1])
         for row, gradient in self.lookups:
             sums.index_add_(0, holder.index_select(0, row), gradient)
-        return Lookups(rows, sums)
+        return LookupGradients(rows, sums)
 
     def forget(self):
         """Drop all gathered lookups."""
@@ -165,7 +164,7 @@ def tables_of(model: nn.Module) -> list[EngramTable]:
 
 
 class _Lookup(torch.autograd.Function):
-    """Look up rows of a table by address, [n, tables] -> [n, tables, dim]. The table gathers their
+    """Look up rows of a table: addresses [M, tables] -> [M, tables, dim]. The table gathers the
     gradients."""
 
     @staticmethod
@@ -186,21 +185,21 @@ class _Lookup(torch.autograd.Function):
 
 
 class Matches(NamedTuple):
-    """The matches of the contexts of M bytes, see MatchMemory."""
+    """The matches of M bytes' contexts, see MatchMemory."""
 
     row: Tensor  # int64 [M, X]
-    next_ids: Tensor  # int64 [M, X, occurrences], the ids after them, newest first; -1: none
-    age: Tensor  # int64 [M, X], bytes since the newest; 0: none
+    next_ids: Tensor  # int64 [M, X, occurrences], the id after each, newest first; -1: none
+    age: Tensor  # int64 [M, X], bytes since the newest occurrence; 0: none
 
 
 class PackedBytes(NamedTuple):
-    """The bytes of a pass, and what follows from them before any layer."""
+    """The bytes of a pass, and what is computed from them before any layer."""
 
     input_ids: Tensor  # int64 [B, T]
     packing: Packing
-    past: Past
+    past: PastBytes
     matches: Matches | None  # None without a match memory
-    noise_M: Tensor | None = None  # int64, of training; see byte_noise
+    noise_M: Tensor | None = None  # int64, in training; see byte_noise
 
     @property
     def ids_M(self) -> Tensor:
@@ -208,25 +207,25 @@ class PackedBytes(NamedTuple):
 
 
 class MatchHistory(NamedTuple):
-    """The bytes of documents so far, for the match memory in decoding. Byte t is in slot t."""
+    """The bytes of each document so far, in decoding. The byte at position t is in slot t."""
 
     ids: Tensor  # int64 [B, S]
-    keys: Tensor  # int64 [X, B, S], hashes of the contexts that end with each byte
-    previous: Tensor  # int64 [X, B, S], the byte of each context's occurrence before; -1: none
+    keys: Tensor  # int64 [X, B, S], of the contexts that end with each byte
+    previous: Tensor  # int64 [X, B, S], slot of each context's previous occurrence; -1: none
 
 
 class MatchMemory(HashedContexts):
-    """A lookup in the document itself, without parameters, like the match model of compressors: a
-    small transformer takes long to learn this.
+    """A lookup in the document itself, like the match model of compressors. It has no parameters; a
+    small transformer takes long to learn the same.
 
-    An occurrence of a context ends with an earlier byte of the document. The last `occurrences` (at
-    least two) of each are found.
+    An occurrence of a context is an earlier byte of the document with which the context ends. The
+    last `occurrences` (at least two) are found.
 
     A match's row is the byte after the newest occurrence, plus
           0  if there is no older occurrence
-        256  if the same byte follows the older one
-        512  if another byte does
-    or NOTHING, if there is no occurrence, or if no byte (0-255) follows it.
+        256  if the same byte follows the older occurrence
+        512  if another byte follows it
+    or NOTHING, if there is no occurrence, or no byte (0-255) follows it.
     """
 
     NOTHING = 3 * 256
@@ -235,27 +234,29 @@ class MatchMemory(HashedContexts):
         super().__init__(contexts)
         self.occurrences = occurrences
 
-    def forward(self, past: Past, document_M: Tensor) -> Matches:
-        """Find the matches of all bytes of a text. document int64 [M]: of each byte, ascending."""
-        # Ranks R are the bytes in the order of their keys, and in the order of the text if their
-        # keys are equal, since the sort is stable. So if the rank before has the same key and
-        # document, its byte ends the occurrence before.
+    def forward(self, past: PastBytes, document_M: Tensor) -> Matches:
+        """Find the matches of all bytes of a text. document_M: int64, of each byte, ascending.
+
+            byte M    text order
+            rank R    order of the keys; the sort is stable, so equal keys keep text order
+
+        If the rank before has the same key and document, its byte is the previous occurrence."""
         key_XR, byte_XR = self.keys(past).sort(dim=1, stable=True)
         document_XR = document_M[byte_XR]
         same_key = key_XR[:, 1:] == key_XR[:, :-1]
         same_document = document_XR[:, 1:] == document_XR[:, :-1]
-        occurrence = torch.where(same_key & same_document, byte_XR[:, :-1], -1)
-        previous_XM = torch.full_like(byte_XR, -1).scatter_(1, byte_XR[:, 1:], occurrence)
+        previous = torch.where(same_key & same_document, byte_XR[:, :-1], -1)  # from rank 1 on
+        previous_XM = torch.full_like(byte_XR, -1).scatter_(1, byte_XR[:, 1:], previous)
         return self._follow(past.ids, previous_XM, past.index)
 
     def step(
-        self, ids_BT: Tensor, past: Past, position_BT: Tensor, history: MatchHistory
+        self, ids_BT: Tensor, past: PastBytes, position_BT: Tensor, history: MatchHistory
     ) -> tuple[Matches, MatchHistory]:
-        """Find the matches of a decoding step's bytes, M = B * T; also return the history with
-        these bytes.
+        """Find the matches of a decoding step's bytes, M = B * T; return them and the history, to
+        which the bytes are added.
 
-        The history is changed in place, but copied when it needs more slots, which then double.
-        Waits for the device."""
+        The history is changed in place, unless it needs more slots: then it is copied to twice as
+        many as it needs. Waits for the device."""
         needed = int(position_BT[:, -1].max()) + 1  # host synchronisation
         slots = history.ids.shape[1]
         if needed > slots:
@@ -270,11 +271,14 @@ class MatchMemory(HashedContexts):
         return self._follow(history.ids, history.previous, position_BT), history
 
     def _follow(self, ids: Tensor, previous: Tensor, here: Tensor) -> Matches:
-        """Return the matches of some bytes of documents by following the occurrences back.
+        """Return matches by following the occurrences of contexts back.
 
-        A byte is given by its slot, 0 to S - 1. ids [..., S]: the byte in each slot.
-        previous [X, ..., S]: the slot of the last occurrence of the context that ends there; -1:
-        none. here [..., n]: the slots of the bytes."""
+            slots in a full pass    the text's bytes, S = M
+            slots in decoding       a document's positions, [B, S]
+
+        ids [..., S]: byte in each slot. previous [X, ..., S]: for the context that ends in each
+        slot, the slot of its previous occurrence; -1: none. here: the slots to match, [M] or
+        [B, T]."""
         ids = ids.expand_as(previous)
         here = here.expand(len(previous), *here.shape)
         newest = previous.gather(-1, here)
@@ -285,21 +289,21 @@ class MatchMemory(HashedContexts):
             next_ids.append(next_id.flatten(1).T)  # [M, X]
             slot = torch.where(slot < 0, -1, previous.gather(-1, slot.clamp_min(0)))
         newest_id, older_id = next_ids[:2]
-        kind = torch.where(older_id < 0, 0, torch.where(newest_id == older_id, 256, 512))
+        agreement = torch.where(older_id < 0, 0, torch.where(newest_id == older_id, 256, 512))
         is_byte = (newest_id >= 0) & (newest_id <= 255)
-        row_MX = torch.where(is_byte, newest_id + kind, self.NOTHING)
+        row_MX = torch.where(is_byte, newest_id + agreement, self.NOTHING)
         age = torch.where(newest < 0, 0, here - newest)
         return Matches(row_MX, torch.stack(next_ids, dim=-1), age.flatten(1).T)
 
 
 def _newest_occurrence(keys_XBT: Tensor, position_BT: Tensor, stored_XBS: Tensor) -> Tensor:
-    """Return the position of the last byte before each whose context has the same key, int64
-    [X, B, T]; -1: none.
+    """Return for each of the step's bytes the last slot before its own slot, position_BT, that
+    stores the same key: int64 [X, B, T]; -1: none.
 
-    stored: the keys at all bytes of the documents, those of this step included."""
-    # Positions count from 1 here: 0 stands for none.
+    stored_XBS: the keys in all slots, the step's bytes included."""
+    # Slots count from 1 here, so that 0 stands for none.
     count_S = torch.arange(1, stored_XBS.shape[2] + 1, dtype=torch.int32, device=keys_XBT.device)
-    bytes_at_once = max(1, (1 << 22) // stored_XBS.numel())  # bounds the memory of `is_match`
+    bytes_at_once = max(1, (1 << 22) // stored_XBS.numel())  # limits the memory of `is_match`
     newest = []
     for keys, position in zip(
         keys_XBT.split(bytes_at_once, -1), position_BT.split(bytes_at_once, -1), strict=True
@@ -315,50 +319,53 @@ def _newest_occurrence(keys_XBT: Tensor, position_BT: Tensor, stored_XBS: Tensor
 
 
 class RetrievedMemory(NamedTuple):
-    """The lookups of a segment Engram, shared by all loops."""
+    """What a segment Engram retrieves for N segments, once for all loops."""
 
     key: Tensor  # [N, D], normed
     value: Tensor  # [N, D]
     mean_square: Tensor  # [N, 1], of value, at least fp32
-    tap_segment: Tensor  # int64 [N * taps], the segments that a segment's convolution reads
-    tap_value: Tensor  # [N, taps, D], values there times their weights, 0 before a document's start
+    tap_segment: Tensor  # int64 [N * taps], the segments that each segment's convolution reads
+    tap_value: Tensor  # [N, taps, D], weight * value there, or 0 before the document's start
 
 
 class ConvolutionCache(Cache):
-    """The cache of the convolution: norm(u) of earlier segments."""
+    """The cache of the convolution in decoding: norm(u) of earlier segments."""
 
     def __init__(self, buffer: Tensor, packing: Packing, before: Tensor, config: SpiderConfig):
         distances = SegmentEngram.tap_distances(config)
         super().__init__(buffer, packing, before, window=distances[-1] + 1)
         distance = torch.tensor(distances, device=buffer.device)[:, None]
-        position = packing.position - distance  # position of earlier segments, [taps - 1, M]
+        position = packing.position - distance  # of earlier segments, [taps - 1, N]
         self.earlier_slot = self.slot_of(position).flatten()
         self.has_earlier = (position >= 0)[:, :, None]
 
     def put_and_look_back(self, x: Tensor) -> Tensor:
-        """Store the step's segments [M, D]; return the earlier ones that the convolution reads,
-        [taps - 1, M, D]. They are zero before a document's start."""
+        """Store the step's segments [N, D]; return the earlier segments that the convolution reads,
+        [taps - 1, N, D], which are zero before a document's start."""
         earlier = self.put(x).index_select(0, self.earlier_slot).view(-1, *x.shape)
         return torch.where(self.has_earlier, earlier, 0)
 
 
 class SegmentEngram(nn.Module):
-    """The memory before a core layer: rows of the segment's last bytes, gated by the state, then
-    convolved over segments.
+    """The memory before a core layer: table rows for the last bytes of each segment, gated by the
+    state, then convolved over segments.
 
     With m the rows that were looked up, a state h becomes
 
         u = gate * W_V m       gate = sigmoid(signed_sqrt(<norm(h), norm(W_K m)> / sqrt(D)))
         h + u + SiLU(conv(norm(u)))
 
-    Only gates change between loops. norm(u) is W_V m times a scale per segment. So the convolution
-    is the sum over its taps of scales times weighted values, and weighted values are computed once.
+    Only the gate depends on the loop. norm(u) is W_V m times a scale per segment, so
+
+        conv(norm(u)) = sum over taps of scale * (weight * W_V m)
+
+    and the products in parentheses are computed once for all loops.
     """
 
     kernel_size = 4
     compiled: Callable | None = None  # see Spider.compile_layers
-    # eps of norms over tables, which start at zero: 1e-6 would multiply the first gradients by a
-    # thousand, and these would stay in Adagrad's accumulators
+    # For norms of table rows, which start at zero. With 1e-6, the first gradients would be a
+    # thousand times as large, and Adagrad's accumulators would keep them.
     eps = 1e-3
 
     def __init__(self, config: SpiderConfig):
@@ -372,15 +379,15 @@ class SegmentEngram(nn.Module):
 
     @classmethod
     def tap_distances(cls, config: SpiderConfig) -> list[int]:
-        """Return the distances, in segments, of the earlier taps of the convolution."""
+        """Return the distances in segments of the convolution's taps, except the first, 0."""
         dilation = len(config.engram_contexts)
         return [tap * dilation for tap in range(1, cls.kernel_size)]
 
-    def recall(self, past: Past, position_N: Tensor, dtype: torch.dtype) -> RetrievedMemory:
-        """Compute what all loops share.
+    def retrieve(self, past: PastBytes, position_N: Tensor, dtype: torch.dtype) -> RetrievedMemory:
+        """Look up what all loops use.
 
-        past: of each segment's last byte. position int64 [N]: of the segments in their
-        documents."""
+        past: its M bytes are the last bytes of the N segments. position_N: int64, of the segments
+        in their documents."""
         rows = self.table(past).flatten(1).to(dtype)
         key_ND = rms_norm(self.key_proj(rows), self.eps)
         value_ND = self.value_proj(rows)
@@ -401,8 +408,7 @@ class SegmentEngram(nn.Module):
         return RetrievedMemory(key_ND, value_ND, mean_square, tap_segment, tap_value)
 
     def in_one_graph(self, value_ND: Tensor, position_N: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the weighted values of all taps, [N, taps, D], and the index of each tap's
-        segment, [N * taps]."""
+        """Return tap_value and tap_segment of RetrievedMemory."""
         device = value_ND.device
         dilation = len(self.table.contexts)
         distance = torch.arange(self.kernel_size, device=device) * dilation  # see tap_distances
@@ -417,50 +423,49 @@ class SegmentEngram(nn.Module):
     def forward(
         self,
         h: Tensor,
-        recalled: RetrievedMemory,
+        retrieved: RetrievedMemory,
         active: ActiveTokens,
         before: Tensor | None,
         cache: ConvolutionCache | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Add the memory to the states of active segments h [n, D]; also return what the
-        convolution reads of each segment, `conv_input`.
+        """Add the memory to the states h [n, D] of active segments; also return the convolution's
+        input for all segments, which depends on the cache:
 
-        In a full pass that is one number per segment, the scale that makes norm(u) of its value:
-        [N, 1]. With a cache it is norm(u) itself, [N, D], since a later step does not have the
-        values of earlier ones.
+            full pass     [N, 1], scale: norm(u) = scale * value
+            with cache    [N, D], norm(u) itself, since later steps do not have this step's values
 
-        before: the conv_input of the loop before, which inactive segments keep; None in the first
-        loop. cache: in decoding, has norm(u) of earlier steps."""
-        key = active.select(recalled.key)
-        value = active.select(recalled.value)
-        mean_square = active.select(recalled.mean_square)
+        before: this input in the loop before, which inactive segments keep; None in the first
+        loop. cache: in decoding, holds norm(u) of earlier steps."""
+        key = active.select(retrieved.key)
+        value = active.select(retrieved.value)
+        mean_square = active.select(retrieved.mean_square)
         gate = self.gate(h, key)
-        # u is gate * value, so norm(u) is value times this: gate / sqrt(mean of u^2 + eps)
+        # u = gate * value, so norm(u) = value * gate / sqrt(mean of u^2 + eps)
         scale = (gate * torch.rsqrt(gate * gate * mean_square + self.eps)).to(h.dtype)
         if cache is None:
             conv_input = active.merge(before, scale)
-            convolved = self._convolve(conv_input, recalled, active)
+            convolved = self._convolve(conv_input, retrieved, active)
         else:
             conv_input = active.merge(before, scale * value)
             convolved = active.select(self._convolve_with_cache(conv_input, cache))
         return torch.addcmul(h, gate.to(h.dtype), value) + F.silu(convolved), conv_input
 
     def gate(self, h: Tensor, key: Tensor) -> Tensor:
-        """Compute gates from states h [n, D] and keys [n, D]: [n, 1] in (0, 1), at least fp32."""
+        """Compute gates [n, 1] in (0, 1), at least fp32, from states and keys [n, D]."""
         similarity = _Similarity.apply(h, key)
         return torch.sigmoid(similarity.sign() * similarity.abs().clamp_min(1e-6).sqrt())
 
     def _convolve(
-        self, scale_N1: Tensor, recalled: RetrievedMemory, active: ActiveTokens
+        self, scale_N1: Tensor, retrieved: RetrievedMemory, active: ActiveTokens
     ) -> Tensor:
-        """Convolve norm(u) over all segments of the pass; return active ones, [n, D]."""
-        tap_scale = scale_N1.flatten().index_select(0, recalled.tap_segment)
+        """Convolve norm(u) over all segments of the pass; return the active segments, [n, D]."""
+        tap_scale = scale_N1.flatten().index_select(0, retrieved.tap_segment)
         tap_scale = tap_scale.view(len(scale_N1), -1, 1)  # [N, taps, 1]
-        # not bmm: a product per segment would not fuse with what follows
-        return (active.select(tap_scale) * active.select(recalled.tap_value)).sum(1)
+        # not bmm, which would not fuse with the operations that follow
+        return (active.select(tap_scale) * active.select(retrieved.tap_value)).sum(1)
 
     def _convolve_with_cache(self, norm_u_ND: Tensor, cache: ConvolutionCache) -> Tensor:
-        """Convolve norm(u) over a step's segments and those of earlier steps, [N, D]."""
+        """Convolve norm(u) over the segments of this step and of earlier steps, [N, D]."""
         weight, *earlier_weights = self.conv_weight.to(norm_u_ND.dtype)
         convolved = norm_u_ND * weight
         earlier = cache.put_and_look_back(norm_u_ND)  # [taps - 1, N, D]
@@ -470,8 +475,8 @@ class SegmentEngram(nn.Module):
 
 
 class _Similarity(torch.autograd.Function):
-    """Compute <rms_norm(h), key> / sqrt(D) of rows [n, D] -> [n, 1], at least fp32, without storing
-    normed rows."""
+    """Compute <rms_norm(h), key> / sqrt(D) for h and key [n, D]: [n, 1], at least fp32. The normed
+    h is not stored."""
 
     @staticmethod
     def forward(ctx, h, key):
@@ -493,14 +498,14 @@ class _Similarity(torch.autograd.Function):
 # --------------------------------------------------------------------------------------------------
 # Engram at byte rate
 
-WHOLE_BLOCKS = 32  # multiples of it, so that sharding does not split blocks of 8-bit AdamW
+WHOLE_BLOCKS = 32  # sizes are multiples of this, so that shards have whole blocks of 8-bit AdamW
 
 
 class ByteEngram(nn.Module):
-    """A memory at byte rate: rows of contexts in tables, and of the match memory."""
+    """A memory at byte rate: learned rows for contexts (tables) and for matches (`followed`)."""
 
     def __init__(self, config: SpiderConfig, match_contexts: int):
-        """match_contexts: contexts of the match memory whose matches have rows here; 0: none."""
+        """match_contexts: number of the match memory's contexts that have rows here."""
         super().__init__()
         contexts = config.engram_byte_contexts
         dim = config.engram_byte_dim
@@ -512,12 +517,12 @@ class ByteEngram(nn.Module):
         self.proj = Linear((len(contexts) + match_contexts) * dim, config.hidden_size)
 
     def rows(self, packed: PackedBytes, dtype: torch.dtype) -> Tensor:
-        """Look up the contexts of M bytes: [M, contexts of tables + of matches, dim]."""
+        """Look up M bytes: [M, contexts of tables + contexts of matches, dim]."""
         parts = []
         if self.table is not None:
             parts.append(self.table(packed.past))
         if self.followed is not None:
-            assert packed.matches is not None  # the model has a match memory
+            assert packed.matches is not None  # match_contexts > 0: there is a match memory
             contexts, rows, _ = self.followed.shape
             first_row = torch.arange(contexts, device=packed.input_ids.device) * rows
             parts.append(F.embedding(packed.matches.row + first_row, self.followed.flatten(0, 1)))
@@ -528,18 +533,22 @@ class InputEngram(ByteEngram):
     """The memory before the prelude."""
 
     def forward(self, x_MD: Tensor, packed: PackedBytes) -> Tensor:
-        """Return the term to add to the embedded bytes x, [M, D]."""
+        """Return the term to add to the embedded bytes x: [M, D]."""
         return self.proj(self.rows(packed, x_MD.dtype).flatten(1))
 
 
 class OutputEngram(ByteEngram):
-    """The memory before the head, whose rows are weighted by gates of the state.
+    """The memory before the head. Gates of the state weight its rows.
 
-    It can also add to the logits directly, in two ways. `engram_logits`: linearly from its rows.
-    `engram_votes`: by votes for the bytes that followed a context's last occurrences. A small
-    network of the state weighs the votes, as the mixer of PAQ weighs predictions (Mahoney 2005).
-    With `engram_vote_ages` it also sees how long ago each context occurred. With byte tables, votes
-    replace the rows of matches."""
+    It can also add to the logits directly, in two ways:
+
+        engram_logits    a linear function of the rows
+        engram_votes     votes for the bytes that followed the last occurrences of a context. A
+                         small network of the state weights the votes, as PAQ's mixer weights
+                         predictions (Mahoney 2005). With engram_vote_ages, its input also tells how
+                         long ago each context occurred.
+
+    With byte tables, votes replace the rows of matches."""
 
     def __init__(self, config: SpiderConfig):
         super().__init__(config, config.matches_before_head)
@@ -558,7 +567,7 @@ class OutputEngram(ByteEngram):
             )
 
     def forward(self, x_MD: Tensor, packed: PackedBytes) -> tuple[Tensor, Tensor | None]:
-        """Return the terms to add to x [M, D] and to the logits [M, vocab_size]; None: nothing."""
+        """Return the terms to add to x [M, D] and to the logits [M, vocab_size] (None: no term)."""
         state = rms_norm(x_MD)
         rows = self.rows(packed, x_MD.dtype)
         rows = (rows * self.gate(state).sigmoid()[:, :, None]).flatten(1)
@@ -573,13 +582,13 @@ class OutputEngram(ByteEngram):
         return self.proj(rows), logits
 
     def cast_votes(self, state_MD: Tensor, matches: Matches) -> tuple[Tensor, Tensor]:
-        """Return the ids that are voted for (-1: none) and the weights of the votes, both [M,
-        contexts * engram_votes].
+        """Return the ids that get votes (-1: none) and the weights of the votes, both [M, X *
+        engram_votes].
 
-        A context's votes are adjacent, the newest occurrence first. A vote for anything but a byte
-        weighs 0."""
+        The votes of a context are adjacent, the newest occurrence first. A vote for an id that is
+        not a byte has weight 0."""
         assert self.votes is not None
-        # MatchMemory finds at least two
+        # MatchMemory finds at least two occurrences, even for one vote
         voted_id = matches.next_ids[:, :, : self.config.engram_votes].flatten(1)
         is_byte = (voted_id >= 0) & (voted_id < 256)
         seen = state_MD
