@@ -777,7 +777,7 @@ def accumulate(model: Spider, batches: list[Batch], now: StepSettings) -> dict[s
         of_rank = torch.full((), targets, dtype=torch.float64, device=world.device)
         all_targets = world.sum(of_rank).clamp_min(1)
     sums: dict[str, Tensor] = {}
-    # Terms that are means over bytes (by_byte) weigh by the batch's part of the step's targets, so
+    # Terms that are means over bytes (byte_loss) weigh by the batch's part of the step's targets, so
     # that all bytes weigh equally, however many are PAD. The others (balance, ponder, boundaries,
     # ...) are means over all passes.
     with model.cast_weights_once():
@@ -793,12 +793,12 @@ def accumulate(model: Spider, batches: list[Batch], now: StepSettings) -> dict[s
                 halting_warmup=now.halting_warmup,
             )
             # labels were given
-            assert out.loss is not None and out.by_byte is not None
+            assert out.loss is not None and out.byte_loss is not None
             assert out.nats_per_byte is not None and out.loss_terms is not None
             weight = batch.targets / all_targets
             if isinstance(weight, Tensor):
                 weight = weight.to(out.loss.dtype)
-            loss = out.by_byte * weight + (out.loss - out.by_byte) / passes
+            loss = out.byte_loss * weight + (out.loss - out.byte_loss) / passes
             sharding.backward(model, loss, last=batch is batches[-1])
 
             terms = dict(

@@ -47,10 +47,10 @@ def test_the_pages_model_trains_and_decodes_as_in_the_full_pass(page):
 
 def test_a_core_layer_that_calls_rows_before_is_refused_in_decoding(page):
     class Core(RecurrentBlock):
-        def forward(self, x_nD, packing, recalled, active, state, caches, decided=None):
+        def forward(self, x_nD, packing, recalled, active, state, caches, reuse=None):
             if caches[0] is not None:
                 page["rows_before"](x_nD, packing, 1, caches[0])
-            return super().forward(x_nD, packing, recalled, active, state, caches, decided)
+            return super().forward(x_nD, packing, recalled, active, state, caches, reuse)
 
     class MixedCore(Spider):
         core_block_class = Core

@@ -59,7 +59,7 @@ class Cache:
         window: rows that a row reads, including itself; 0: all. Waits for the device."""
         lengths = before + packing.cu_seqlens.diff()
         rows = int(lengths.max())  # host synchronisation
-        needed = min(rows, window + packing.longest - 1) if window else rows
+        needed = min(rows, window + packing.max_seqlen - 1) if window else rows
         slots = buffer.shape[3]
         if is_single_row(packing) and needed == window:
             # Exactly the window: each new row overwrites the one that it no longer sees.
@@ -113,12 +113,12 @@ class LatentCache(Cache):
         if is_single_row(packing):  # it sees all that is stored
             return
         row_in_step = packing.position - before.index_select(0, packing.document)
-        self.padded_row = packing.document * packing.longest + row_in_step
+        self.padded_row = packing.document * packing.max_seqlen + row_in_step
 
         slot = torch.arange(self.used_slots, device=buffer.device)
         rows_B = before + packing.cu_seqlens.diff()  # once the step's rows are stored
         stored_B1S = position_in(slot, rows_B, self.buffer.shape[3])[:, None]
-        step = torch.arange(packing.longest, device=buffer.device)
+        step = torch.arange(packing.max_seqlen, device=buffer.device)
         row_BT1 = (before[:, None] + step)[:, :, None]
         self.hidden = (stored_B1S < 0) | (stored_B1S > row_BT1)
         if window:
@@ -130,7 +130,7 @@ class LatentCache(Cache):
         q [M, H, width]. All heads share the rows. Values are the first numbers of the keys."""
         rows, heads, width = q.shape
         documents = len(self.packing.cu_seqlens) - 1
-        longest = self.packing.longest
+        longest = self.packing.max_seqlen
         keys_BSw = self.put(x).unflatten(0, (documents, -1))[:, : self.used_slots]
         padded = documents * longest != rows
         if padded:
@@ -168,7 +168,7 @@ def rows_before(
 
 def is_single_row(packing: Packing) -> bool:
     """Return whether a step has one row of one document, as it has in sampling."""
-    return packing.longest == 1 and len(packing.cu_seqlens) == 2
+    return packing.max_seqlen == 1 and len(packing.cu_seqlens) == 2
 
 
 def position_in(slot: Tensor, rows_B: Tensor, slots: int) -> Tensor:

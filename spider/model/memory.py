@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from spider.config import SPAN_BYTES, SpiderConfig, primes_below
+from spider.config import MAX_CONTEXT_BYTES, SpiderConfig, primes_below
 from spider.model.attention import Cache
 from spider.model.contexts import Past
 from spider.model.layers import Linear, inverse_rms, rms_norm, wide
@@ -41,7 +41,7 @@ class HashedContexts(nn.Module):
     def __init__(self, contexts: tuple[str, ...]):
         super().__init__()
         self.contexts = contexts
-        longest = max(int(name) if name.isdecimal() else SPAN_BYTES for name in contexts)
+        longest = max(int(name) if name.isdecimal() else MAX_CONTEXT_BYTES for name in contexts)
         self.multiplier: Tensor = nn.Buffer(torch.empty(longest, dtype=torch.int64))
 
     def init_hash(self, seed: int):

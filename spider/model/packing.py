@@ -87,7 +87,7 @@ class Packing:
     cu_seqlens: Tensor  # int32 [B + 1], first row of each document, and the number of rows
     document: Tensor  # int64 [M]
     position: Tensor  # int64 [M], row within its document, counting rows of earlier decoding steps
-    longest: int  # upper bound of rows in a document
+    max_seqlen: int  # upper bound of rows in a document
     cos: Tensor  # [M, 1, R], of both halves
     sin: Tensor  # [M, 1, R], negative in the first half
     buckets: list[Bucket] | None  # the padded batches
@@ -138,7 +138,7 @@ class Packing:
             cu_seqlens=cu_seqlens,
             document=document,
             position=position,
-            longest=bound,
+            max_seqlen=bound,
             cos=(position_M11 * frequency).cos().to(dtype),
             sin=(position_M11 * signed_frequency).sin().to(dtype),
             buckets=buckets,
@@ -286,10 +286,10 @@ def next_power_of_two(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
-def row_step(n_bytes: int, longest: int) -> int:
+def row_step(n_bytes: int, max_seqlen: int) -> int:
     """Return the step in which the core's number of rows grows.
 
     n_bytes: of the batch; longest: upper bound of a document's bytes. Each number of rows needs its
     own kernels on a CPU, so there are few. It is a multiple of 16, as products in FP8 need it, and
     compiled layers would need other graphs for other numbers."""
-    return round_up(max(1, min(longest, n_bytes // 64)), 16)
+    return round_up(max(1, min(max_seqlen, n_bytes // 64)), 16)

@@ -86,7 +86,7 @@ def flops_per_byte(
     segments_per_byte = 1 / bytes_per_segment
     # multiply-adds of a forward pass: weights times their uses
     products: float = 0
-    if c.scores_core:
+    if c.has_core_loss:
         products += model.get_parameter("lm_head.weight").numel()
     for name, uses in uses_of_matrices(model, segments_per_byte, n_loops).items():
         rate = 0.5 if name in fast else 1.0

@@ -16,7 +16,7 @@ from loguru import logger
 
 from data import Loader, StepLayout
 from spider import machine
-from spider.config import LARGEST, RECOMPUTE, SpiderConfig
+from spider.config import MAX_INT, RECOMPUTE, SpiderConfig
 from spider.errors import UsageError, say
 from spider.model.memory import tables_of
 from spider.training import estimate
@@ -28,7 +28,7 @@ from spider.training.run import RunProgress
 from spider.training.state import on_meta
 from spider.vocabulary import VOCAB_SIZE
 from spider_model import Spider
-from tile_moe import KERNELS, multiplies_at_once, resolve_backend
+from tile_moe import KERNELS, has_grouped_kernel, resolve_backend
 
 if TYPE_CHECKING:
     from train import CommandLine, Flags, Recipe
@@ -258,7 +258,7 @@ def with_horizon(flags: "Flags", given: Set[str], recipe: "Recipe", model: Spide
             if kind.component != ENGRAM_TABLES
         )
         target = flags.target_param_data_ratio * parameters
-    flags = replace(flags, target_tokens=max(1, math.ceil(min(target, LARGEST))))
+    flags = replace(flags, target_tokens=max(1, math.ceil(min(target, MAX_INT))))
 
     derived: dict[str, Any] = {
         name: rule(flags, config) for name, rule in recipe.rules.items() if name not in given
@@ -303,7 +303,7 @@ def with_minutes(plan: Plan, held_out: int, rate: float) -> Plan:
     """Choose --target_tokens, and what follows from it, for a run of --minutes at `rate` bytes/s.
     The horizon counts as given from then on."""
     assert plan.flags.minutes is not None
-    total = int(min(60 * plan.flags.minutes * rate, LARGEST))  # bytes that can be read
+    total = int(min(60 * plan.flags.minutes * rate, MAX_INT))  # bytes that can be read
     given = plan.given | {"target_tokens"}
 
     def with_target(target: int) -> Plan:
@@ -354,7 +354,7 @@ def check_fp8_experts(precision: str, device: torch.device, config: SpiderConfig
         raise UsageError("--fp8_experts: this model has no routed experts")
     if precision != "fp8":
         raise UsageError(f"--fp8_experts needs --precision fp8; the precision is {precision}")
-    if device.type == "cuda" and not multiplies_at_once(device, torch.bfloat16):
+    if device.type == "cuda" and not has_grouped_kernel(device, torch.bfloat16):
         raise UsageError(
             "--fp8_experts: torch's grouped FP8 product needs sm_90 or sm_100; leave out the flag "
             "to run the experts in bf16"

@@ -63,7 +63,7 @@ def as_on_a_gpu(monkeypatch):
         packing = build(*args)
         packing.buckets = None
         packing.padded_row = None
-        packing.extent = torch.empty(packing.longest, 0)
+        packing.extent = torch.empty(packing.max_seqlen, 0)
         return packing
 
     monkeypatch.setattr(Packing, "build", without_buckets)
