@@ -172,7 +172,7 @@ def check_operations(
     load_1E = _counts(counted_NK[None], experts, "grouped") * (experts / (tokens * k))
     yield Check("aux_fi", operations().aux_fi(counted_NK, experts, k), load_1E[0], 1e-5)
 
-    slot_NK, expert_P, expert_end_E = assign_slots(topk_idx_NK, experts, "tile")
+    slot_NK, expert_P, expert_end_E = sort_by_expert(topk_idx_NK, experts, "tile")
     # an expert's slots may have any order
     expert_NK = torch.bucketize(slot_NK, expert_end_E, right=True)
     yield Check("get_fused_mapping", expert_NK, topk_idx_NK)
@@ -250,7 +250,7 @@ class ExpertSlots(NamedTuple):
     expert_end_E: Tensor  # int32, the row after each expert's last one
 
 
-def assign_slots(topk_idx_NK: Tensor, n_experts: int, backend: str) -> ExpertSlots:
+def sort_by_expert(topk_idx_NK: Tensor, n_experts: int, backend: str) -> ExpertSlots:
     """Sort slots by expert.
 
     Every expert gets rows, if only as padding with weight 0: on sm_100 grouped_mm leaves the weight
@@ -563,7 +563,7 @@ def moe_forward(
     Differentiable in x, topk_weights and both weights.
 
     topk_idx: int64. topk_weights: fp32. w_gate_up, w_down: in x's dtype. product: in
-    place of the backend's own, grouped also for `loop`. expert_slots: `assign_slots` of topk_idx, if
+    place of the backend's own, grouped also for `loop`. expert_slots: `sort_by_expert` of topk_idx, if
     known.
     """
     # a single token in decoding on a CPU, without sorting rows or copying weights
@@ -573,7 +573,7 @@ def moe_forward(
     if product is None:
         product = PRODUCTS[backend]
     if expert_slots is None:
-        expert_slots = assign_slots(topk_idx_NK, len(w_down_EFD), backend)
+        expert_slots = sort_by_expert(topk_idx_NK, len(w_down_EFD), backend)
     slot_NK, source_P, expert_end_E = expert_slots
     tile = backend == "tile"
 
@@ -666,7 +666,7 @@ class MoE(nn.Module):
         )
         rows = None if reuse is None else reuse.rows
         if rows is None and torch.is_grad_enabled() and self.backend != "loop":
-            rows = assign_slots(topk_idx_NK, len(self.expert_bias), self.backend)
+            rows = sort_by_expert(topk_idx_NK, len(self.expert_bias), self.backend)
         w_gate_up_EDG, w_down_EFD = self.weights(x_ND.dtype) if self.cast is None else self.cast
         y_ND = moe_forward(
             x_ND,
