@@ -265,7 +265,7 @@ def visit(
         output = layer(x_nD, packing, recalled, active, state, caches, reuse)
         if reuse is None:
             # without the score, which would keep the first call's graph alive
-            reuse = Routing(None, output.routing.topk_idx, output.routing.rows)
+            reuse = Routing(None, output.routing.topk_idx, output.routing.slots)
         return output
 
     return checkpoint(compute, x_nD, use_reentrant=False, preserve_rng_state=False)
