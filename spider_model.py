@@ -452,7 +452,6 @@ class RecurrentCore(nn.Module):
     def forward(self, z_ND: Tensor, core_inputs: CoreInputs) -> CoreOutput:
         """Run all loops on the pooled segments. In decoding, skip balance losses and counts."""
         n_loops = core_inputs.n_loops
-        trained_loops = self.config.n_loops
         drop_halted = self.drop_halted
         if drop_halted is None:
             drop_halted = core_inputs.decoding or not z_ND.is_cuda
@@ -464,7 +463,7 @@ class RecurrentCore(nn.Module):
         visits: list[RoutedVisit] = []
         h_nD: Tensor | None = None
         for t in range(n_loops):
-            loop = min(t, trained_loops - 1)  # loops after the trained ones use the last one's
+            loop = min(t, self.config.n_loops - 1)  # later loops use the last one's parameters
             active = halting.active
             # v = A h + B e + loop_embedding[t]
             y_nD = self.inject(h_nD, active.select(e_ND), loop, decay_D)
@@ -589,8 +588,8 @@ class RecurrentCore(nn.Module):
             sums = balance(score, topk_idx, segment_weight, self.layers[0].moe.backend)
             aux_loss = sums.aux_loss
             z_loss = sums.z_loss
-            by_loop = sums.tokens_per_expert.unflatten(0, (-1, layers))  # [loops, L, E]
-            tokens_per_expert = by_loop.sum(0)
+            # summed over loops
+            tokens_per_expert = sums.tokens_per_expert.unflatten(0, (-1, layers)).sum(0)
         visited = layers * halting.loops.clamp_min(1e-9)  # loops are 0 without segments
         ponder = halting.ponder
         if n_loops > 1:
@@ -690,7 +689,6 @@ class Spider(nn.Module):
 
         match_contexts = len(c.engram_match_contexts)
         has_byte_memory = len(c.engram_byte_contexts) + match_contexts > 0
-        has_core = c.n_recurrent_layers > 0
         self.embed_tokens = nn.Parameter(torch.empty(c.vocab_size, c.hidden_size))
         self.engram_match = None
         if match_contexts:
@@ -698,7 +696,7 @@ class Spider(nn.Module):
         self.engram_input = InputEngram(c, match_contexts) if has_byte_memory else None
         self.prelude = self._new_byte_layers(c.n_prelude_layers)
         self.core = None
-        if has_core:
+        if c.n_recurrent_layers > 0:
             self.core = RecurrentCore(c, self.core_block_class, self.attention_class)
             self.null_segment = nn.Parameter(torch.empty(c.hidden_size))
         self.boundary_predictor = self._new_boundary_predictor()

@@ -190,7 +190,7 @@ class SpiderConfig:
 
     @property
     def bytes_per_segment(self) -> float:
-        """Estimate bytes per segment, for flexitokens from the middle of the boundary loss's band."""
+        """Estimate bytes per segment; flexitokens: from the middle of the boundary loss's band."""
         if self.boundaries == "learned":
             return 1 / self.boundary_rate
         if self.boundaries == "words":
