@@ -278,12 +278,12 @@ def visit(
 class Halting:
     """Adaptive computation time (ACT) over the loops of a pass (Graves, arXiv 1603.08983).
 
-    The output is the weighted sum of a segment's states after each loop. With p, the predicted
-    halting probability, and `remaining`, 1 - the sum of the weights so far, a loop has the weight
+    The output is the weighted sum of a segment's states after each loop. Let p be the segment's
+    halting probability in a loop, and `remaining` 1 minus its weights so far. Its weight is
 
         p           while 1 - remaining + p < threshold
-        remaining   in the first loop that reaches the threshold, else in the last: it halts
-        0           in one more loop, so that later segments read its final state, not the previous
+        remaining   in the first loop that reaches the threshold, or the last loop: it halts
+        0           in one more loop: later segments then read its final state, not the one before
 
     Then the segment leaves the core. A segment that halts in loop 1 has weight 1 whatever p is, so
     neither p nor the later loops get a gradient. Therefore a warm-up scales p until all loops have
@@ -340,8 +340,8 @@ class Halting:
 
 @dataclass(frozen=True)
 class CoreInputs:
-    """The inputs of a pass through the core other than the pooled segments z [N, D]: what describes
-    the segments, the settings of the pass, and in decoding the caches."""
+    """What a pass through the core takes in addition to the pooled segments z [N, D]: where they
+    are in the text, the settings of the pass, and in decoding the caches."""
 
     packing: Packing  # of the segments
     past: Past  # the bytes up to the last byte of each segment
@@ -429,7 +429,7 @@ class RecurrentCore(nn.Module):
         if config.segment_offsets > 1:
             # added to out_proj at each segment offset, [offsets, out, in]
             self.offset_proj = nn.Parameter(torch.empty(config.segment_offsets, width, width))
-        # See Halting. None: drop on a CPU and in decoding; in training a GPU would wait each loop.
+        # See Halting. None: on a CPU and in decoding; in training, a GPU would wait in each loop.
         self.drop_halted: bool | None = None
 
     def init_weights(self):
@@ -619,7 +619,7 @@ def _effective_depth(config: SpiderConfig) -> int:
 
 def _init_added_modules(model: nn.Module):
     """Call reset_parameters of the modules that a subclass added: for each tensor that is still
-    uninitialized, that of the innermost module that has the method."""
+    uninitialized, the innermost module around it that has the method."""
     for name, tensor in _float_tensors(model).items():
         path = name.split(".")[:-1]
         for depth in range(len(path), 0, -1):
@@ -648,9 +648,7 @@ class SpiderOutput:
     loss: Tensor | None = None  # to minimize: nats_per_byte + loss_terms
     nats_per_byte: Tensor | None = None  # cross-entropy, mean over labels other than -100
     loss_terms: dict[str, Tensor] | None = None  # the other terms, weighted and detached
-    byte_loss: Tensor | None = (
-        None  # the terms that are means over bytes: nats_per_byte, BYTE_TERMS
-    )
+    byte_loss: Tensor | None = None  # the means over bytes: nats_per_byte + BYTE_TERMS
     BYTE_TERMS: ClassVar = ("core_loss", "surprise_loss")
 
 
@@ -741,26 +739,25 @@ class Spider(nn.Module):
     def init_weights(self):
         """Initialize every value, buffers included:
 
-            embed_tokens               N(0, 1)
+            embed_tokens                 N(0, 1)
             Linear.weight, w_gate, w_up  N(0, 1 / fan_in); biases 0
-            o_proj, down_proj, w_down  the same / sqrt(2 * layers); core layers count once per loop
-            lm_head, halt_predictor    N(0, 0.02^2); halting's bias -3: with 0 it would stick at one
-                                       loop
-            boundary_predictor         flexitokens: last bias logit(boundary_prior)
-                                       learned: the gain is 0
-            loop_embedding             N(0, 0.02^2)
-            log_A, dt, B               A = 0.905, B = 1. B = (1 - A) / (1 - A^n_loops) would keep
-                                       the state at e's size, but then the layers' output drowns e
-                                       (docs/results/mechanisms.md)
-            lora_down                  N(0, 1 / fan_in)
-            lora_up                    0
+            o_proj, down_proj, w_down    the same / sqrt(2 * layers); core layers count each loop
+            lm_head                      N(0, 0.02^2)
+            halt_predictor               N(0, 0.02^2); bias -3: with 0 it would stick at one loop
+            boundary_predictor           as Linear; flexitokens: last bias logit(boundary_prior);
+                                         learned: the gain's weights 0
+            loop_embedding               N(0, 0.02^2)
+            log_A, dt, B                 A = 0.905, B = 1. B = (1 - A) / (1 - A^n_loops) would keep
+                                         the state at e's size, but then the layers' output drowns e
+                                         (docs/results/mechanisms.md)
+            lora_down, lora_up           N(0, 1 / fan_in), 0
             core.out_proj, .offset_proj  0: at the start the core adds nothing to the bytes
-            null_segment, conv_weight  0
-            engram_output.logits       0
-            engram_output.votes        its last Linear is 0
-            Engram tables, followed    0; hash constants depend on the table's order in the model
-            expert_bias                0
-            a subclass's modules       by their reset_parameters, after everything else
+            null_segment, conv_weight    0
+            engram_output.logits         0
+            engram_output.votes          as Linear; the last one 0
+            Engram tables, followed      0; hash constants by the table's order in the model
+            expert_bias                  0
+            a subclass's modules         by their reset_parameters, after everything else
 
         Raise RuntimeError with the names of uninitialized tensors."""
         for tensor in _float_tensors(self).values():
@@ -890,15 +887,15 @@ class Spider(nn.Module):
         logits_MV = self.after_core(x_MD, packed)
 
         zero = logits_MV.new_zeros((), dtype=self.wide_dtype)
-        predictor_terms = result.predictor_terms
+        boundary_counts = zero.new_zeros(0)
+        if result.predictor_terms is not None:
+            boundary_counts = result.predictor_terms.counts
         out = SpiderOutput(
             logits_MV.view(sequences, length, -1),
             segments=zero + result.segments,
             mean_loops=result.mean_loops.detach(),
             tokens_per_expert=result.tokens_per_expert,
-            boundary_counts=zero.new_zeros(0)
-            if predictor_terms is None
-            else predictor_terms.counts,
+            boundary_counts=boundary_counts,
         )
         if labels is not None:
             self._add_losses(out, labels, result, halting_warmup)
@@ -989,9 +986,9 @@ class Spider(nn.Module):
 
         segments = len(z_ND)
         segment_packing = self._pack_segments(segments, segment_cu_seqlens, packed)
-        padded = len(segment_packing.document)
-        padding = padded - segments
-        last_byte_N = segment_ends(b_M, padded)
+        tokens = len(segment_packing.document)
+        padding = tokens - segments
+        last_byte_N = segment_ends(b_M, tokens)
         segment_weight = z_ND.new_full((segments,), 1 / max(1, segments), dtype=self.wide_dtype)
         noise_M = packed.noise_M
         core_inputs = CoreInputs(
@@ -1036,7 +1033,7 @@ class Spider(nn.Module):
         tokens = round_up(max(1, segments), multiple)
         if tokens > segments:
             segment_cu_seqlens = F.pad(segment_cu_seqlens, (0, 1), value=tokens)
-        max_seqlen = max(max_bytes, multiple)  # the padding is shorter than `multiple`
+        max_seqlen = max(max_bytes, multiple)  # the padding has at most `multiple`
         return Packing.build(
             segment_cu_seqlens, tokens, max_seqlen, self.config, self.compute_dtype
         )
@@ -1213,7 +1210,8 @@ class Spider(nn.Module):
 
     def update_boundaries(self, counts: Tensor, nats_per_byte: float):
         """Update learned boundaries, once per optimizer step; see SurprisePredictor.update. counts:
-        SpiderOutput.boundary_counts, summed over micro-steps and ranks."""
+        SpiderOutput.boundary_counts, summed over micro-steps and ranks. nats_per_byte: their mean
+        loss."""
         if isinstance(self.boundary_predictor, SurprisePredictor):
             self.boundary_predictor.update(counts, nats_per_byte)
 
@@ -1230,7 +1228,7 @@ class Spider(nn.Module):
         Only passes with gradients are compiled; evaluation and decoding have other shapes and stay
         eager. The numbers of segments and documents are dynamic sizes. settings: for torch.compile.
 
-        Return why the core's layers are left out, or None: they are if their graph would break."""
+        Return None, or why the core's layers are left out: their graph would break."""
         obstacle = None
         if self.compute_dtype != torch.bfloat16:
             obstacle = "torch.compile supports grouped products only in bf16"

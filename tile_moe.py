@@ -112,7 +112,7 @@ def find_obstacle(
     """Return why the kernels of `triton` or `tile` cannot run this model here, or None.
 
     The reason names the remedy. The test compiles the kernels that training uses, which takes
-    seconds for each the first time and is cached. Raise BackendError if it leaves the GPU unusable.
+    seconds for each kernel, once. Raise BackendError if the test leaves the GPU unusable.
     """
     kernels = KERNELS[backend]
     if not config.has_experts:
@@ -387,8 +387,8 @@ def route(
 ) -> tuple[Tensor, Tensor]:
     """Choose experts; return topk_idx [N, K] int64 and topk_weights [N, K] fp32.
 
-        topk_idx       the k largest softmax(score) + expert_bias
-        topk_weights   softmax(score) of the chosen experts, scaled to a sum of 1
+        topk_idx       the experts with the k largest softmax(score) + expert_bias
+        topk_weights   their softmax(score), scaled to a sum of 1
 
     With k = 1 the weight is not scaled, as in Switch Transformer (arXiv 2101.03961): a weight of 1
     would leave the router no gradient from the loss. topk_idx_NK: of an earlier pass, to reuse in
@@ -424,18 +424,14 @@ def balance(
     """Compute the balance losses of V routings.
 
     P_e is the mean probability of expert e. f_e is its load: its tokens relative to an even load.
-    token_weight: each token's weight in means: 0 for padding, equal for the others.
+    token_weight: each token's weight in means: 0 for tokens to ignore, equal for all others.
     """
     _, tokens, experts = score_VNE.shape
     k = topk_idx_VNK.shape[2]
-    is_padding_VN = token_weight_VN == 0
-    tokens_per_expert = _counts(
-        topk_idx_VNK.masked_fill(is_padding_VN[:, :, None], -1), experts, backend
-    )
-    # relative to an even load of all tokens, padding included, then of those with a weight
-    load_VE = (
-        tokens_per_expert * (experts / (tokens * k)) * (tokens * token_weight_VN.amax(1))[:, None]
-    )
+    is_ignored_VN1 = (token_weight_VN == 0)[:, :, None]
+    tokens_VE = _counts(topk_idx_VNK.masked_fill(is_ignored_VN1, -1), experts, backend)
+    # relative to an even load of 1 / weight tokens; divided by total, of the tokens with a weight
+    load_VE = tokens_VE * (experts / (tokens * k)) * (tokens * token_weight_VN.amax(1))[:, None]
 
     total_V = token_weight_VN.sum(1).clamp_min(1e-9)
     prob_VNE = score_VNE.softmax(-1)
@@ -443,7 +439,7 @@ def balance(
     aux_loss = (load_VE / total_V[:, None] * mean_prob_VE).sum()
     squared_VN = score_VNE.logsumexp(-1).square()
     z_loss = token_weight_VN.flatten() @ squared_VN.flatten()
-    return Balance(aux_loss, z_loss, tokens_per_expert)
+    return Balance(aux_loss, z_loss, tokens_VE)
 
 
 def _counts(topk_idx_VNK: Tensor, experts: int, backend: str) -> Tensor:

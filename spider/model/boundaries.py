@@ -33,9 +33,9 @@ def flexitokens_boundaries(
     integer: b [M].
 
     This is systematic sampling: a segment ends at each byte with probability p, as with independent
-    draws, but lengths vary less. In training each document draws its offset from its noise;
-    elsewhere the offset is 0.5, which gives as many boundaries. The gradient is straight-through to
-    p.
+    draws, but lengths vary less. In training each document draws its offset from its noise; in
+    evaluation the offset is 0.5, which gives as many boundaries. The gradient is straight-through
+    to p.
 
     summed [documents] float64: in decoding, the sum of p over earlier steps, updated here."""
     total_M = p_M.detach().double().cumsum(0)  # over all documents
@@ -156,7 +156,7 @@ class SurprisePredictor(nn.Module):
       bytes after it receive the segment that ends there instead of the segment before. It is
       observed at boundaries and, in training, at random strays. Without it the loss is 0.004 higher
       (docs/results/learning.md).
-    - trust rises from 0 to 1 between two steps, because the first losses say little.
+    - trust rises from 0 to 1 between two steps, because early losses say little.
     - tie spaces boundaries evenly where all bytes are alike.
 
     The threshold is the quantile of scores that leaves `rate` boundaries per byte. The regression
