@@ -850,7 +850,7 @@ class Spider(nn.Module):
         defaults to the config's. Documents begin at BOS and end at EOS; every row begins one.
 
         cu_seqlens: document_cu_seqlens(input_ids). Computing it on the host beforehand saves a wait
-        for the device. max_seqlen: its longest_bound, by default T.
+        for the device. max_seqlen: from longest_bound; by default T.
 
         In training mode only:
         noise_seed: the noise of row i, for segments and dropout, is a function of noise_seed + i;
@@ -1026,8 +1026,8 @@ class Spider(nn.Module):
     def _pack_segments(
         self, segments: int, segment_cu_seqlens: Tensor, packed: PackedBytes
     ) -> Packing:
-        """Pack the segments, padded to one of a few numbers of tokens (see row_step). The padding
-        is a document of its own."""
+        """Pack the segments, padded to one of a few numbers of tokens (see row_step).
+        The padding is a document of its own."""
         max_bytes = packed.packing.max_seqlen  # no document has more segments than bytes
         multiple = row_step(len(packed.ids_M), max_bytes)
         tokens = round_up(max(1, segments), multiple)

@@ -20,7 +20,7 @@ MAX_CONTEXT_BYTES = 32  # longest context of a memory
 REACH = {"byte": MAX_CONTEXT_BYTES, "word": MAX_CONTEXT_BYTES, "line": 256}
 
 MAX_INT = (1 << 62) - 1  # largest accepted integer: the sum of two fits in int64
-MAX_FLOAT = sys.float_info.max  # largest accepted float: no range has infinity
+MAX_FLOAT = sys.float_info.max  # largest accepted float: no range contains infinity
 
 
 class Range(NamedTuple):
@@ -67,7 +67,7 @@ class SpiderConfig:
     intermediate_size: int = 4096  # width of the dense feed-forward in prelude and coda
     n_routed_experts: int = 32  # 0: only the shared expert, a dense feed-forward layer
     n_shared_experts: int = 1  # one SwiGLU of width n_shared_experts * moe_intermediate_size
-    n_experts_per_tok: int = 2  # their weights add up to 1; a single one has its probability
+    n_experts_per_tok: int = 2  # weights add up to 1; a single expert's weight is its probability
     moe_intermediate_size: int = 512  # width of a routed expert; a multiple of 16
     expert_bias_rate: float = 0.001  # change of the selection bias per optimizer step
     aux_loss_weight: float = 0.01
@@ -282,7 +282,7 @@ def span_of(context: str) -> tuple[str, int, int]:
 
 
 def parse_value(name: str, text: str, default: Any) -> Any:
-    """Parse the value of a field in --set; raise ValueError unless it has the default's type."""
+    """Parse a value of --set as the type of the field's default; raise ValueError if that fails."""
     expected = type(default)
     wanted = expected.__name__
     try:

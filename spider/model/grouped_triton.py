@@ -6,8 +6,8 @@ of expert e end at expert_end[e], which only the device reads. An expert may hav
 rows, including 0. D and F are multiples of 16. Block sizes are powers of two that divide D and F,
 so only rows need masks. Operands are bf16, or fp32 without TF32; sums are fp32.
 
-Block sizes. Both kinds of block have 64 sums per thread. Small ones leave less of an expert's last
-block empty, which is half empty on average:
+Block sizes. Small and large blocks have 64 sums per thread. An expert's last block is half empty on
+average, which wastes less with small blocks:
 
                                          64 x 128, 4 warps   128 x 128, 8 warps
     FLOP per byte read from L2                          43                   64

@@ -56,7 +56,7 @@ def sum_segments(h: Tensor, b: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tens
     segment_cu_seqlens = F.pad(ended_M, (1, 0)).index_select(0, cu_seqlens)
     segments = int(segment_cu_seqlens[-1])  # host synchronisation
 
-    # The row of each byte: its segment, unless that has not finished in its document.
+    # The row of each byte: its segment if that has finished, else its document's open segment.
     segment_M = ended_M - b.detach().round().long()
     first_of_next = segment_cu_seqlens.index_select(0, document_M + 1)
     row_M = torch.where(segment_M < first_of_next, segment_M, segments + document_M)
