@@ -824,10 +824,11 @@ class Spider(nn.Module):
             if name.endswith(("o_proj.weight", "down_proj.weight")):
                 p.mul_(scale)
         before_head = self.engram_output
-        if before_head is not None and before_head.logits is not None:
-            before_head.logits.weight.zero_()
-        if before_head is not None and before_head.votes is not None:
-            before_head.votes.get_parameter("2.weight").zero_()
+        if before_head is not None:
+            if before_head.logits is not None:
+                before_head.logits.weight.zero_()
+            if before_head.votes is not None:
+                before_head.votes.get_parameter("2.weight").zero_()
 
     # ----------------------------------------------------------------------------------------------
     # Forward
