@@ -59,7 +59,7 @@ from spider.model.boundaries import (
     flexitokens_boundaries,
     surprise_loss,
 )
-from spider.model.contexts import Past
+from spider.model.contexts import PastBytes
 from spider.model.decode import decoding_state, generate, generate_batch, step
 from spider.model.layers import (
     Linear,
@@ -77,20 +77,20 @@ from spider.model.memory import (
     MatchMemory,
     OutputEngram,
     PackedBytes,
-    Recollection,
+    RetrievedMemory,
     SegmentEngram,
     tables_of,
 )
 from spider.model.noise import apply_dropout, byte_noise
 from spider.model.packing import (
-    ALL_ROWS,
-    ActiveRows,
+    ALL_TOKENS,
+    ActiveTokens,
     Packing,
     check_ids,
     document_cu_seqlens,
-    mark_rows_dynamic,
+    mark_tokens_dynamic,
+    padding_multiple,
     round_up,
-    row_step,
 )
 from spider.model.segments import (
     boundary_before_last,
@@ -131,7 +131,7 @@ class Block(nn.Module):
 
     def run(self, x_MD: Tensor, packing: Packing, cache: LatentCache | None = None) -> Tensor:
         """Compute the layer; a subclass overrides this."""
-        attended_MD, _ = self.attention(rms_norm(x_MD), packing, ALL_ROWS, cache=cache)
+        attended_MD, _ = self.attention(rms_norm(x_MD), packing, ALL_TOKENS, cache=cache)
         x_MD = x_MD + attended_MD
         return x_MD + self.ffn(rms_norm(x_MD))
 
@@ -181,20 +181,20 @@ class RecurrentBlock(nn.Module):
         self,
         x_nD: Tensor,
         packing: Packing,
-        recalled: Recollection | None,
-        active: ActiveRows,
+        retrieved: RetrievedMemory | None,
+        active: ActiveTokens,
         state: LayerState,
         caches: LayerCaches,
         reuse: Routing | None = None,
     ) -> LayerOutput:
         """Run the layer once on the active segments.
 
-        recalled: what this layer's Engram looked up. state: from the previous loop. reuse: a
+        retrieved: what this layer's Engram looked up. state: from the previous loop. reuse: a
         routing to use again, see MoE."""
         latents, convolved = state
         latent_cache, convolution_cache = caches
         if self.engram is not None:
-            x_nD, convolved = self.engram(x_nD, recalled, active, convolved, convolution_cache)
+            x_nD, convolved = self.engram(x_nD, retrieved, active, convolved, convolution_cache)
         attended_nD, latents = self.attention(
             rms_norm(x_nD), packing, active, latents, latent_cache
         )
@@ -206,8 +206,8 @@ class RecurrentBlock(nn.Module):
         self,
         x_nD: Tensor,
         packing: Packing,
-        recalled: Recollection | None,
-        active: ActiveRows,
+        retrieved: RetrievedMemory | None,
+        active: ActiveTokens,
         state: LayerState,
         recompute: bool,
     ) -> tuple[Tensor | None, ...]:
@@ -219,7 +219,7 @@ class RecurrentBlock(nn.Module):
 
         def compute(x_nD: Tensor) -> tuple[Tensor | None, ...]:
             y_nD, routing, (latents, convolved) = self(
-                x_nD, packing, recalled, active, state, NO_CACHES
+                x_nD, packing, retrieved, active, state, NO_CACHES
             )
             return y_nD, latents, convolved, routing.score, routing.topk_idx
 
@@ -235,8 +235,8 @@ def visit(
     layer: RecurrentBlock,
     x_nD: Tensor,
     packing: Packing,
-    recalled: Recollection | None,
-    active: ActiveRows,
+    retrieved: RetrievedMemory | None,
+    active: ActiveTokens,
     state: LayerState,
     caches: LayerCaches,
     recompute: bool,
@@ -247,22 +247,22 @@ def visit(
     gradient."""
     if layer.compiled is not None and torch.is_grad_enabled():
         dynamic = [x_nD, *vars(active).values(), *state, *vars(packing).values()]
-        if recalled is not None:
-            dynamic += recalled
-        mark_rows_dynamic(*dynamic)
+        if retrieved is not None:
+            dynamic += retrieved
+        mark_tokens_dynamic(*dynamic)
         y_nD, latents, convolved, score_nE, topk_idx_nK = layer.compiled(
-            layer, x_nD, packing, recalled, active, state, recompute
+            layer, x_nD, packing, retrieved, active, state, recompute
         )
         routing = Routing(score_nE, topk_idx_nK, None)
         return LayerOutput(y_nD, routing, LayerState(latents, convolved))
     if not recompute:
-        return layer(x_nD, packing, recalled, active, state, caches)
+        return layer(x_nD, packing, retrieved, active, state, caches)
 
     reuse: Routing | None = None  # set by the first call of `compute`, read by the recomputation
 
     def compute(x_nD: Tensor) -> LayerOutput:
         nonlocal reuse
-        output = layer(x_nD, packing, recalled, active, state, caches, reuse)
+        output = layer(x_nD, packing, retrieved, active, state, caches, reuse)
         if reuse is None:
             # without the score, which would keep the first call's graph alive
             reuse = Routing(None, output.routing.topk_idx, output.routing.slots)
@@ -298,7 +298,7 @@ class Halting:
         else compute all."""
         self.threshold = threshold
         self.drop_halted = drop_halted
-        self.active = ALL_ROWS
+        self.active = ALL_TOKENS
         self.segment_weight_N = segment_weight_N  # 0 once a segment has halted
         self.running_N = segment_weight_N > 0
         self.remaining_N = torch.ones_like(segment_weight_N)  # 1 - weights so far; 0 once halted
@@ -331,7 +331,7 @@ class Halting:
         index = None
         if self.drop_halted:
             index = active_N.nonzero().squeeze(1)  # host synchronisation
-        self.active = ActiveRows(active_N, index, self.running_N)
+        self.active = ActiveTokens(active_N, index, self.running_N)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -344,7 +344,7 @@ class CoreInputs:
     are in the text, the settings of the pass, and in decoding the caches."""
 
     packing: Packing  # of the segments
-    past: Past  # the bytes up to the last byte of each segment
+    past: PastBytes  # the bytes up to the last byte of each segment
     segment_weight_N: Tensor  # each segment's weight in means: 1 / segments, 0 for padding
     n_loops: int
     recompute: bool = False  # activation checkpointing of every layer in every loop
@@ -458,7 +458,7 @@ class RecurrentCore(nn.Module):
         halting = Halting(core_inputs.segment_weight_N, self.config.act_threshold, drop_halted)
         e_ND = apply_dropout(rms_norm(z_ND), core_inputs.dropout, core_inputs.noise_N, CORE_INPUT)
         decay_D = self.decay()  # A
-        recalled = self._recall(z_ND, core_inputs)
+        retrieved = self._retrieve(z_ND, core_inputs)
         states = [LayerState()] * len(self.layers)
         visits: list[RoutedVisit] = []
         h_nD: Tensor | None = None
@@ -473,7 +473,7 @@ class RecurrentCore(nn.Module):
                     layer,
                     y_nD,
                     core_inputs.packing,
-                    recalled[i],
+                    retrieved[i],
                     active,
                     states[i],
                     core_inputs.caches_of(i, t, self.config.engram_layers),
@@ -516,7 +516,7 @@ class RecurrentCore(nn.Module):
         """Return A h + B e + loop_embedding[loop], summed in fp32; h is None in the first loop."""
         embedding_D = self.loop_embedding[loop]
         if self.compiled is not None and torch.is_grad_enabled():
-            mark_rows_dynamic(h_nD, e_nD)
+            mark_tokens_dynamic(h_nD, e_nD)
             return self.compiled(self, h_nD, e_nD, embedding_D, decay_D)
         return self.in_one_graph(h_nD, e_nD, embedding_D, decay_D)
 
@@ -547,16 +547,16 @@ class RecurrentCore(nn.Module):
     # ----------------------------------------------------------------------------------------------
     # Before and after the loops
 
-    def _recall(self, z_ND: Tensor, core_inputs: CoreInputs) -> list[Recollection | None]:
+    def _retrieve(self, z_ND: Tensor, core_inputs: CoreInputs) -> list[RetrievedMemory | None]:
         """Look up the Engram of each layer once, for all loops."""
         position_N = core_inputs.packing.position
-        recalled: list[Recollection | None] = []
+        retrieved: list[RetrievedMemory | None] = []
         for layer in self.layers:
             if layer.engram is None:
-                recalled.append(None)
+                retrieved.append(None)
             else:
-                recalled.append(layer.engram.recall(core_inputs.past, position_N, z_ND.dtype))
-        return recalled
+                retrieved.append(layer.engram.retrieve(core_inputs.past, position_N, z_ND.dtype))
+        return retrieved
 
     def _read_out(self, normed_ND: Tensor) -> Tensor:
         """Project states to outputs [N, O * D], one output per segment offset."""
@@ -851,7 +851,7 @@ class Spider(nn.Module):
         defaults to the config's. Documents begin at BOS and end at EOS; every row begins one.
 
         cu_seqlens: document_cu_seqlens(input_ids). Computing it on the host beforehand saves a wait
-        for the device. max_seqlen: from longest_bound; by default T.
+        for the device. max_seqlen: from max_seqlen_of; by default T.
 
         In training mode only:
         noise_seed: the noise of row i, for segments and dropout, is a function of noise_seed + i;
@@ -927,8 +927,8 @@ class Spider(nn.Module):
             cu_seqlens, len(ids_M), max_seqlen, c, self.compute_dtype, c.byte_window
         )
         if self.compiled:  # else each number of documents and each max_seqlen needs its own graph
-            mark_rows_dynamic(cu_seqlens, packing.extent)
-        past = Past(ids_M, packing.position, torch.arange(len(ids_M), device=ids_M.device))
+            mark_tokens_dynamic(cu_seqlens, packing.max_seqlen_as_size)
+        past = PastBytes(ids_M, packing.position, torch.arange(len(ids_M), device=ids_M.device))
         matches = None
         if self.engram_match is not None:
             matches = self.engram_match(past, packing.document)
@@ -1027,10 +1027,10 @@ class Spider(nn.Module):
     def _pack_segments(
         self, segments: int, segment_cu_seqlens: Tensor, packed: PackedBytes
     ) -> Packing:
-        """Pack the segments, padded to one of a few numbers of tokens (see row_step).
+        """Pack the segments, padded to one of a few numbers of tokens (see padding_multiple).
         The padding is a document of its own."""
         max_bytes = packed.packing.max_seqlen  # no document has more segments than bytes
-        multiple = row_step(len(packed.ids_M), max_bytes)
+        multiple = padding_multiple(len(packed.ids_M), max_bytes)
         tokens = round_up(max(1, segments), multiple)
         if tokens > segments:
             segment_cu_seqlens = F.pad(segment_cu_seqlens, (0, 1), value=tokens)
@@ -1136,7 +1136,7 @@ class Spider(nn.Module):
         self,
         z_ND: Tensor,
         packing: Packing,
-        past: Past,
+        past: PastBytes,
         segment_weight_N: Tensor,
         n_loops: int,
         latents: LatentCache,

@@ -37,7 +37,16 @@ from loguru import logger
 from torch import Tensor, nn
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from data import Batch, Feed, Loader, Source, StepLayout, mock_source, open_data, validation_sets
+from data import (
+    Batch,
+    Loader,
+    Prefetcher,
+    Source,
+    StepLayout,
+    mock_source,
+    open_data,
+    validation_sets,
+)
 from spider import errors, files, machine
 from spider.config import BACKENDS, OPTIMIZERS, PRESETS, RANGES, RECOMPUTE, SEQ_LEN, SpiderConfig
 from spider.data.prepare import Documents, prepare
@@ -58,9 +67,9 @@ from spider.training import estimate
 from spider.training.checkpoint import (
     FROM_SCRATCH,
     CheckpointWriter,
-    Origin,
+    StartCheckpoint,
     check_finished,
-    load_origin,
+    load_start,
     progress_of,
     restore,
 )
@@ -74,8 +83,8 @@ from spider.training.plan import (
     horizon_warnings,
     print_dry_run,
     recipe_of,
+    resolve_plan,
     rise_warning,
-    settle,
     with_half_micro_batch,
     with_minutes,
 )
@@ -647,7 +656,7 @@ def build_model(model: Spider, plan: Plan, world: World) -> Spider:
     estimate.check_memory(plan, world)
     torch.manual_seed(flags.seed)
     materialize(model, world.device)
-    emulated = flags.precision == "fp8" and not machine.multiplies_bf16(world.device)
+    emulated = flags.precision == "fp8" and not machine.has_bf16(world.device)
     in_fp32 = flags.precision == "fp32" or emulated
     model.compute_dtype = torch.float32 if in_fp32 else torch.bfloat16
     model.recompute = flags.recompute
@@ -680,7 +689,7 @@ def warm_up(model: Spider, plan: Plan, batch: Batch):
                     flags.n_loops,
                     noise_seed,
                     batch.cu_seqlens,
-                    batch.longest,
+                    batch.max_seqlen,
                     dropout=flags.dropout,
                 )
                 out.loss.backward()
@@ -730,7 +739,7 @@ def fit_micro_batch(
     while True:
         (batch,) = loader.batches(0, 0, StepLayout(plan.flags.micro_batch, 1))
         can_halve = proves and plan.flags.micro_batch > 1
-        machine.restart_peak(world.device)
+        machine.reset_peak_memory(world.device)
         try:
             warm_up(model, plan, batch.to(world.device))
             of_step = estimate.table_gradients(model, plan.step_bytes)
@@ -797,7 +806,7 @@ def accumulate(model: Spider, batches: list[Batch], now: StepSettings) -> dict[s
                 now.n_loops,
                 batch.noise_seed,
                 batch.cu_seqlens,
-                batch.longest,
+                batch.max_seqlen,
                 dropout=now.dropout,
                 halting_warmup=now.halting_warmup,
             )
@@ -1046,13 +1055,13 @@ def open_sources(flags: Flags, world: World) -> list[Source]:
     return [mock_source(flags.seed)] if flags.mock_data else open_data(flags.data_dir)
 
 
-def open_directory(flags: Flags, closing: ExitStack) -> Origin:
+def open_directory(flags: Flags, closing: ExitStack) -> StartCheckpoint:
     """Create and lock --ckpt_dir; return the checkpoint to start from. Only rank 0 calls this."""
     directory = Path(flags.ckpt_dir)
     if not flags.dry_run:
         directory.mkdir(parents=True, exist_ok=True)
         closing.enter_context(files.locked(directory))
-    return load_origin(directory, flags.resume, flags.reset_steps)
+    return load_start(directory, flags.resume, flags.reset_steps)
 
 
 def lacks_evaluation(progress: RunProgress, flags: Flags, last_step: int) -> bool:
@@ -1101,14 +1110,14 @@ def main(
 
     # ----------------------------------------------------------------------------------------------
     # Checkpoint, plan, position in the run
-    origin = world.on_rank0(partial(open_directory, asked, closing), Origin.without_tensors)
-    plan = settle(command, RECIPES, world, origin, model_class, held_out)
+    start = world.on_rank0(partial(open_directory, asked, closing), StartCheckpoint.without_tensors)
+    plan = resolve_plan(command, RECIPES, world, start, model_class, held_out)
     loader = Loader(sources, plan.flags.seq_len, plan.flags.seed)
-    if asked.minutes and not origin.resumes:
+    if asked.minutes and not start.resumes:
         if world.ranks > 1:
             raise UsageError("--minutes times steps on one process: use --target_tokens")
         plan = with_minutes(plan, held_out, time_steps(plan, world, loader))
-    progress, changed = progress_of(origin, plan, loader)
+    progress, changed = progress_of(start, plan, loader)
     bytes_left = max(0, plan.flags.target_tokens - progress.bytes_seen)
     horizon = progress.step + math.ceil(bytes_left / plan.step_bytes)  # the schedule's last step
     last_step = plan.flags.max_steps or horizon
@@ -1125,7 +1134,7 @@ def main(
         remarks += [f"warning: {line}" for line in warnings]
         return print_dry_run(plan, remarks, world, partial(time_steps, plan, world, loader))
     if progress.step >= last_step or progress.out_of_patience(plan.flags.patience):
-        check_finished(origin, plan, progress, changed)
+        check_finished(start, plan, progress, changed)
         if not lacks_evaluation(progress, plan.flags, last_step):
             log_end(plan, progress, horizon, "nothing left to train")
             return 0
@@ -1145,10 +1154,10 @@ def main(
         validation = validation_sets(sources, plan.flags.seq_len, plan.flags.eval_tokens)
     model = build_model(plan.model, plan, world)
     optimizers = optimizers_of(plan.flags, model)
-    restore(origin, plan, model, optimizers, progress, changed)
-    resumes_in_place = origin.is_in(plan.flags.ckpt_dir)
-    has_others_weights = origin.path is not None and not origin.resumes
-    del origin  # free the checkpoint's tensors before the warm-up measures memory
+    restore(start, plan, model, optimizers, progress, changed)
+    resumes_in_place = start.is_in(plan.flags.ckpt_dir)
+    has_others_weights = start.path is not None and not start.resumes
+    del start  # free the checkpoint's tensors before the warm-up measures memory
     # The last step's rate, which a checkpoint records even if only its evaluation is left
     last_rate = rate_of(max(0, progress.step - 1))
     optimizers.set_lr(plan.flags.lr, last_rate)
@@ -1158,13 +1167,15 @@ def main(
     # ----------------------------------------------------------------------------------------------
     # Batches, checkpoints, logs
     next_sequence = progress.next_sequence(flags.seq_len)
-    feed = Feed(loader, plan.layout, world.rank, world.device, progress.step, next_sequence)
+    prefetcher = Prefetcher(
+        loader, plan.layout, world.rank, world.device, progress.step, next_sequence
+    )
     writer = CheckpointWriter(
         directory, flags.keep_last, flags.keep_best, world, progress.step, resumes_in_place
     )
-    tracker = None
+    wandb_logger = None
     if world.is_rank0:
-        tracker = start_wandb(flags.run, asdict(flags), progress, closing, resumes_in_place)
+        wandb_logger = start_wandb(flags.run, asdict(flags), progress, closing, resumes_in_place)
     for line in (*warnings, *rise_warning(progress, flags.lr * last_rate)):
         logger.warning(line)
     rows = max(flags.micro_batch, EVAL_BYTES // flags.seq_len)
@@ -1173,7 +1184,7 @@ def main(
         logger.info("before the first step:")
         evaluate_now()  # only logged: step 0 is never saved, so its loss is no best_loss
     log = StepLog(plan, progress, last_step)
-    peak = machine.product_rate(world.device) * world.ranks
+    peak = machine.matmul_rate(world.device) * world.ranks
     flops_per_byte = cache(partial(estimate.flops_per_byte, model, seq_len=flags.seq_len))
     metrics_file = None
     profiler = None
@@ -1212,8 +1223,8 @@ def main(
             # Every step: its line of metrics.jsonl, and wandb
             if metrics_file:
                 metrics_file.write(progress.metrics)
-            if tracker and step > writer.saved_step:
-                tracker.log(progress.metrics, step=step)
+            if wandb_logger and step > writer.saved_step:
+                wandb_logger.log(progress.metrics, step=step)
 
             # Once in a while, and at the end of the run: sample
             samples = flags.sample_every and step % flags.sample_every == 0
@@ -1245,7 +1256,7 @@ def main(
         first = progress.next_sequence(flags.seq_len)
         now = settings_of_step(flags, loader, progress, horizon)
         optimizers.set_lr(flags.lr, now.lr_factor)
-        batches = feed.take()
+        batches = prefetcher.take()
         metrics, votes = train_step(model, optimizers, batches, now, flags.grad_clip, stop)
         stop.agree(votes)
         # ------------------------------------------------------------------------------------------
@@ -1328,7 +1339,7 @@ def command_line(argv: list[str] | None = None, model_class: type[Spider] = Spid
             return status
     except errors.EXPECTED as fault:
         silent = local_rank > 0 and isinstance(fault, SHARED_ERRORS)
-        return errors.end_of_program("train.py", fault, silent=silent)
+        return errors.handle_error("train.py", fault, silent=silent)
 
 
 if __name__ == "__main__":

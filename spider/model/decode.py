@@ -64,7 +64,7 @@ class DecodingState:
     byte_latents: Tensor  # [prelude and coda layers, 1, B, S, C + R], normed and rotated
     segment_latents: Tensor  # [core layers, n_loops, B, S, C + R], of each segment's last loop
     convolved: Tensor  # [Engram layers of the core, n_loops, B, S, D], convolution inputs
-    # by number of a byte layer that calls attention.rows_before: its last rows, [B, count, D]
+    # by number of a byte layer that calls attention.tokens_before: its last rows, [B, count, D]
     kept: dict[int, Tensor] = field(default_factory=dict)
 
     def copy(self, rows: list[int] | None = None) -> "DecodingState":
