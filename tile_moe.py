@@ -1,20 +1,24 @@
 """Routing and experts of a mixture-of-experts layer, behind one signature for four backends.
 
-    loop      one expert after the other in plain Python: the reference for tests of the others
-    grouped   rows sorted by expert, one grouped product per weight (torch's grouped_mm)
-    triton    the same by spider/model/grouped_triton.py, where torch's product is a loop
-    tile      like grouped, with gating, sorting, expanding and reducing by DeepSeek's TileKernels
+    loop      one expert after another in plain Python: the reference for testing the others
+    grouped   tokens sorted by expert, one grouped product per weight (torch's grouped_mm)
+    triton    the same with spider/model/grouped_triton.py, where torch's product is a loop
+    tile      like grouped; gating, sorting, expanding and reducing with DeepSeek's TileKernels
 
-No backend drops a token; an expert may get none or all of them.
+No backend drops a token. An expert may get any number of the tokens, from none to all.
 
-Shapes end the names of tensors, `topk_idx_NK`:
+Tensor names end with their shape, `topk_idx_NK`. In this file,
 
-    N  tokens, rows of the core   D  hidden size
+    N  tokens: segments           D  hidden size
     K  experts per token          F  width of an expert
     E  experts                    G  2 * F, gate and up side by side
-    A  assignments, N * K               V  visits: routings that are balanced together
-    P  rows sorted by expert: every token K times. Each expert's rows are padded to a multiple of
-       ALIGNMENT, and the end up to a bound that does not depend on the data.
+    A  assignments, N * K:        V  visits: routings that are balanced together
+       token and chosen expert
+    P  slots: the assignments sorted by expert. Each expert's slots are padded to a multiple of
+       ALIGNMENT, and all slots to a number that does not depend on the data:
+
+           | expert 0, padding | expert 1, padding | ... | unused |
+                               ^ expert_end[0]     ^ expert_end[1]
 """
 
 import math
@@ -32,15 +36,16 @@ from spider.model.kernel_checks import Check, find_wrong, first_error, value_and
 from spider.model.layers import SwiGLU, WideLinear
 from spider.model.packing import round_up
 
-ALIGNMENT = 16  # rows: required by FP8 products; also limits the number of CPU kernels
-# minimum of TileKernels: Hopper, Blackwell (sm_120 is not listed, but the original ran there)
+ALIGNMENT = 16  # slots: FP8 products require it; it also limits the number of CPU kernels
+# What TileKernels needs: Hopper or Blackwell (sm_120 is not listed, but the original ran there),
+# and a hidden size that is a multiple of TILE_WIDTH.
 TILE_CAPABILITY = (9, 0)
-TILE_WIDTH = 256  # TileKernels needs hidden sizes that are multiples of this
-# backends that are tested before their use
+TILE_WIDTH = 256
+# backends that are tested before they are used, and what pip installs for them
 KERNELS = {"triton": "Triton's grouped product", "tile": "TileKernels"}
 PACKAGES = {"triton": "triton", "tile": '-e ".[tile]"'}
 
-# (rows [P, D], weights [E, D, F], expert_end [E]) -> [P, F]
+# (slots [P, D], weights [E, D, F], expert_end [E]) -> [P, F]
 GroupedProduct = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
@@ -57,12 +62,15 @@ def resolve_backend(
 ) -> tuple[str, str]:
     """Resolve a backend; return it, and a line to log or "".
 
-    On a GPU `auto` becomes the first of these that passes a test there: `triton`, if torch's
-    grouped product is a loop; `tile`, unless layers are compiled, since torch.compile does not
-    support TileKernels; else `grouped`. Raise BackendError if `triton` or `tile` is requested but
-    fails.
+    `auto` becomes the first of these on a GPU, `grouped` elsewhere:
 
-    dtype: of the products. compiled: whether layers are.
+        triton    if torch's grouped product is a loop, and the kernels pass their test
+        tile      if layers are not compiled (torch.compile does not support TileKernels), and the
+                  kernels pass their test
+        grouped   otherwise
+
+    dtype: of the products. compiled: whether layers are compiled. Raise BackendError if `triton` or
+    `tile` is requested but fails its test.
     """
     if name in KERNELS:
         obstacle = find_obstacle(name, device, config, dtype)
@@ -88,14 +96,14 @@ def resolve_backend(
 def has_grouped_kernel(device: torch.device, dtype: torch.dtype) -> bool:
     """Return whether torch's grouped product is a single kernel without a host sync.
 
-    In torch's GroupedBlas.cpp it is for bf16 on compute capability 9.x and 10.x. Otherwise torch
-    copies the group sizes to the host and calls mm for each group.
+    According to torch's GroupedBlas.cpp it is in bf16 on compute capability 9.x and 10.x.
+    Elsewhere torch copies the group sizes to the host and calls mm for each group.
     """
     return dtype == torch.bfloat16 and torch.cuda.get_device_capability(device)[0] in (9, 10)
 
 
 # --------------------------------------------------------------------------------------------------
-# Check of kernels
+# Testing kernels
 
 
 def find_obstacle(
@@ -103,8 +111,8 @@ def find_obstacle(
 ) -> str | None:
     """Return why the kernels of `triton` or `tile` cannot run this model here, or None.
 
-    The reason names the remedy. This compiles the kernels of training: seconds for each the first
-    time, later from a cache. Raise BackendError if the test leaves the GPU unusable.
+    The reason names the remedy. The test compiles the kernels that training uses, which takes
+    seconds for each kernel, once. Raise BackendError if the test leaves the GPU unusable.
     """
     kernels = KERNELS[backend]
     if not config.has_experts:
@@ -113,7 +121,7 @@ def find_obstacle(
         return f"{kernels} needs a GPU"
     if backend == "tile":
         if torch.cuda.get_device_capability(device) < TILE_CAPABILITY:
-            return "TileKernels needs a GPU from Hopper on (sm_90 or above)"
+            return "TileKernels needs a Hopper or newer GPU (sm_90 or above)"
         if config.hidden_size % TILE_WIDTH:
             return (
                 f"TileKernels needs a hidden_size that is a multiple of {TILE_WIDTH}, "
@@ -121,7 +129,7 @@ def find_obstacle(
             )
     obstacle = None
     try:
-        with torch.cuda.device(device):  # TileKernels allocates its results on the current device
+        with torch.cuda.device(device):  # TileKernels allocates results on the current device
             if backend == "triton":
                 wrong = find_wrong(check_product(triton_product, device, config, dtype))
             else:
@@ -132,14 +140,14 @@ def find_obstacle(
         obstacle = (
             f"{kernels} cannot be imported ({first_error(fault)}): pip install {PACKAGES[backend]}"
         )
-    except Exception as fault:  # whatever a compiler or a kernel provokes
+    except Exception as fault:  # compilers and kernels raise anything
         obstacle = f"{kernels} fails on this GPU: {first_error(fault)}"
     try:
         torch.cuda.synchronize(device)
     except RuntimeError as fault:
-        # a kernel's error stays in the CUDA context, so nothing else can run
+        # a kernel's error stays in the CUDA context, where nothing can run any more
         raise BackendError(
-            f"a test of {kernels} crashed on the GPU ({first_error(fault)}); start again with "
+            f"the test of {kernels} crashed on the GPU ({first_error(fault)}); restart with "
             f"--moe_backend grouped"
         ) from None
     return obstacle
@@ -150,8 +158,8 @@ def check_operations(
 ) -> Iterator[Check]:
     """Compare TileKernels' six operations, as `tile` uses them, with plain torch.
 
-    The scores have ties. There are rows enough for several SMs, and all their sums are exact.
-    dtype: of the rows.
+    The scores have ties. There are enough tokens for several SMs, and all sums are exact. dtype: of
+    the tokens.
     """
     tokens = 1000
     experts = config.n_routed_experts
@@ -173,14 +181,14 @@ def check_operations(
     yield Check("aux_fi", operations().aux_fi(counted_NK, experts, k), load_1E[0], 1e-5)
 
     slot_NK, expert_P, expert_end_E = sort_by_expert(topk_idx_NK, experts, "tile")
-    # an expert's slots may have any order
+    # an expert's slots may be in any order
     expert_NK = torch.bucketize(slot_NK, expert_end_E, right=True)
     yield Check("get_fused_mapping", expert_NK, topk_idx_NK)
     yield Check("get_fused_mapping", expert_P[slot_NK], topk_idx_NK)
 
     x_ND = draw(-8, 9, tokens, config.hidden_size).to(dtype)
     slots_PD = draw(-8, 9, len(expert_P), config.hidden_size).to(dtype)
-    # 0 in padding rows
+    # 0 in padding slots
     expanded_PD = torch.zeros_like(slots_PD)
     expanded_PD[slot_NK.flatten()] = x_ND.repeat_interleave(k, dim=0)
     yield Check("expand_to_fused", _expand(x_ND, slot_NK, expert_P, tile=True), expanded_PD)
@@ -191,10 +199,10 @@ def check_operations(
 def check_product(
     product: GroupedProduct, device: torch.device, config: SpiderConfig, dtype: torch.dtype
 ) -> Iterator[Check]:
-    """Compare a grouped product and its gradients with experts in turn.
+    """Compare a grouped product and its gradients with reference_product.
 
-    The shapes are those of the model, with a hundred rows per expert and with a thousand, for which
-    a kernel may have other blocks. Expert 1 has no rows. Rows after the last expert's are NaN. All
+    The shapes are the model's, with about a hundred slots per expert and with a thousand, for which
+    a kernel may use other blocks. Expert 1 has no slots. Slots after the last expert's are NaN. All
     sums are exact.
     """
     experts = config.n_routed_experts
@@ -230,46 +238,46 @@ def check_product(
 
 
 # --------------------------------------------------------------------------------------------------
-# Operations of routing, of TileKernels and in plain torch. Ties go to the smaller index, and expert
+# Routing operations, with TileKernels and in plain torch. Ties go to the smaller index, and expert
 # -1 is skipped.
 
 
 def operations() -> Any:
-    """Return the module of TileKernels."""
+    """Import TileKernels' operations."""
     import tile_kernels.moe
 
     return tile_kernels.moe
 
 
 class ExpertSlots(NamedTuple):
-    """The sorted order of tokens' rows, for the backends that sort."""
+    """The assignments sorted by expert, for the backends that sort."""
 
-    slot_NK: Tensor  # rows of each token
-    # token of each row, any for padding; for `tile` instead the row's expert, -1 for padding
+    slot_NK: Tensor  # the slot of each assignment
+    # each slot's token, any token for padding; for `tile` instead its expert, -1 for padding
     source_P: Tensor
-    expert_end_E: Tensor  # int32, the row after each expert's last one
+    expert_end_E: Tensor  # int32, the slot after each expert's last one
 
 
 def sort_by_expert(topk_idx_NK: Tensor, n_experts: int, backend: str) -> ExpertSlots:
-    """Sort slots by expert.
+    """Sort the assignments by expert.
 
-    Every expert gets rows, if only as padding with weight 0: on sm_100 grouped_mm leaves the weight
-    gradient of a group without rows uninitialized (pytorch issue 172439)."""
+    Every expert gets slots, even if all are padding with weight 0: on sm_100, grouped_mm leaves the
+    weight gradient of an empty group uninitialized (pytorch issue 172439)."""
     if backend == "tile":
         return _slots_by_tile_kernels(topk_idx_NK, n_experts)
     return _slots_by_counting(topk_idx_NK, n_experts)
 
 
-def max_slots(slots: int, experts: int) -> int:
-    """Return P, enough rows for any routing of `slots` slots and one more for each expert.
+def max_slots(assignments: int, experts: int) -> int:
+    """Return P: enough slots for any routing of the assignments and one more for each expert.
 
-    With fewer, TileKernels would write out of bounds."""
-    return (slots + ALIGNMENT * experts) // ALIGNMENT * ALIGNMENT
+    With fewer slots, TileKernels would write out of bounds."""
+    return (assignments + ALIGNMENT * experts) // ALIGNMENT * ALIGNMENT
 
 
 def _slots_by_tile_kernels(topk_idx_NK: Tensor, n_experts: int) -> ExpertSlots:
-    """Assign rows to slots. Some tokens more, which choose each expert once, give each expert a
-    row. These rows then become padding."""
+    """Sort with TileKernels. Extra tokens, which choose each expert once, give every expert a slot;
+    their slots then become padding."""
     tokens, k = topk_idx_NK.shape
     extra = torch.arange(round_up(n_experts, k), device=topk_idx_NK.device)
     extra_NK = extra.masked_fill(extra >= n_experts, -1).view(-1, k)
@@ -285,29 +293,27 @@ def _slots_by_tile_kernels(topk_idx_NK: Tensor, n_experts: int) -> ExpertSlots:
 
 
 def _slots_by_counting(topk_idx_NK: Tensor, n_experts: int) -> ExpertSlots:
-    """Assign rows to slots by counting, without a sort or a host sync."""
+    """Find the slots by counting, without a sort or a host sync."""
     device = topk_idx_NK.device
     k = topk_idx_NK.shape[1]
     expert_E = torch.arange(n_experts, device=device)
     is_chosen_EA = expert_E[:, None] == topk_idx_NK.flatten()
-    rank_EA = is_chosen_EA.cumsum(1)  # a slot's number within its expert, from 1 on
+    rank_EA = is_chosen_EA.cumsum(1)  # an assignment's number within its expert, from 1
     count_E = rank_EA[:, -1]
     padded_E = ((count_E + (ALIGNMENT - 1)) // ALIGNMENT * ALIGNMENT).clamp_min(ALIGNMENT)
     expert_end_E = padded_E.cumsum(0)
     expert_start_E = expert_end_E - padded_E
-    # In place, since [E, S] is large. A slot's row is in the line of the expert that it chose, and
-    # the others are 0.
+    # In place, since [E, A] is large. Row e has the slots of the assignments to expert e, else 0.
     slot_if_chosen_EA = rank_EA.add_(expert_start_E[:, None] - 1).mul_(is_chosen_EA)
     slot_A = slot_if_chosen_EA.sum(0)
     assignment_A = torch.arange(len(slot_A), device=device)
-    assignment_P = slot_A.new_zeros(max_slots(len(slot_A), n_experts)).scatter_(
-        0, slot_A, assignment_A
-    )
+    padding_P = slot_A.new_zeros(max_slots(len(slot_A), n_experts))
+    assignment_P = padding_P.scatter_(0, slot_A, assignment_A)
     return ExpertSlots(slot_A.view(topk_idx_NK.shape), assignment_P // k, expert_end_E.int())
 
 
 class _Normalize(torch.autograd.Function):
-    """Divide rows [N, K] by their sums."""
+    """Divide the weights of each token by their sum, with TileKernels: [N, K] -> [N, K]."""
 
     @staticmethod
     def forward(ctx, weights_NK: Tensor) -> Tensor:
@@ -323,15 +329,15 @@ class _Normalize(torch.autograd.Function):
 
 
 def _expand(x_ND: Tensor, slot_NK: Tensor, source_P: Tensor, tile: bool) -> Tensor:
-    """Copy tokens [N, D] to their rows [P, D]. Padding rows get any finite values, since their
-    weight is 0."""
+    """Copy tokens [N, D] to their slots [P, D]. Padding may get any finite value: its weight
+    is 0."""
     if tile:
         return operations().expand_to_fused(x_ND.contiguous(), slot_NK, source_P)
     return x_ND.index_select(0, source_P)
 
 
 def _reduce(slots_PD: Tensor, slot_NK: Tensor, tile: bool) -> Tensor:
-    """Sum rows [P, D] to their tokens [N, D]. Padding rows are never read."""
+    """Sum slots [P, D] to their tokens [N, D]. Padding is never read."""
     slots_PD = slots_PD.detach().contiguous()
     if tile:
         return operations().reduce_fused(slots_PD, None, slot_NK)
@@ -339,7 +345,7 @@ def _reduce(slots_PD: Tensor, slot_NK: Tensor, tile: bool) -> Tensor:
 
 
 class _Move(torch.autograd.Function):
-    """Copy tokens to their rows, or sum rows to their tokens: each is the gradient of the other."""
+    """Copy tokens to slots, or sum slots to tokens: each is the gradient of the other."""
 
     @staticmethod
     def forward(ctx, x: Tensor, slot_NK: Tensor, source_P: Tensor, tile: bool, to_slots: bool):
@@ -379,28 +385,28 @@ def route(
     backend: str,
     topk_idx_NK: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Choose experts by a softmax over the scores; return topk_idx and topk_weights.
+    """Choose experts; return topk_idx [N, K] int64 and topk_weights [N, K] fp32.
 
-    The selection uses probability + expert_bias, the weights only the probabilities. Those of
-    several experts are scaled to a sum of 1. The weight of a single one is its probability, as in
-    Switch Transformer (arXiv 2101.03961): a weight of 1 would leave the router no gradient from the
-    loss. A topk_idx of an earlier pass is reused (recomputation).
+        topk_idx       the experts with the k largest softmax(score) + expert_bias
+        topk_weights   their softmax(score), scaled to a sum of 1
 
-    Returns topk_idx [N, K] int64 and topk_weights [N, K] fp32.
+    With k = 1 the weight is not scaled, as in Switch Transformer (arXiv 2101.03961): a weight of 1
+    would leave the router no gradient from the loss. topk_idx_NK: of an earlier pass, to reuse in
+    recomputation.
     """
     tile = backend == "tile"
     if topk_idx_NK is None:
         biased_NE = score_NE.detach().softmax(-1) + expert_bias_E
-        if tile:  # it returns 2^31 - 1 for NaN scores; the loss will be NaN anyway
+        if tile:  # topk_gate returns 2^31 - 1 for NaN scores; the loss will be NaN anyway
             topk_idx_NK = operations().topk_gate(biased_NE, k).clamp_(0, len(expert_bias_E) - 1)
-        else:  # topk is not stable
+        else:  # torch.topk is not stable
             order_NE = biased_NE.sort(dim=-1, descending=True, stable=True).indices
             topk_idx_NK = order_NE[:, :k].contiguous()
     if k == 1:
         return topk_idx_NK, score_NE.softmax(-1).gather(1, topk_idx_NK)
     if tile:
         return topk_idx_NK, _Normalize.apply(score_NE.softmax(-1).gather(1, topk_idx_NK))
-    # the same as dividing probabilities by their sum, since the common factor cancels
+    # equals dividing the probabilities by their sum: the common factor cancels
     return topk_idx_NK, score_NE.gather(1, topk_idx_NK).softmax(-1)
 
 
@@ -409,7 +415,7 @@ class Balance(NamedTuple):
 
     aux_loss: Tensor  # sum over routings of sum_e f_e P_e
     z_loss: Tensor  # sum over routings of the mean squared log-partition
-    tokens_per_expert: Tensor  # each expert's tokens, fp32
+    tokens_per_expert: Tensor  # [V, E] fp32
 
 
 def balance(
@@ -417,19 +423,15 @@ def balance(
 ) -> Balance:
     """Compute the balance losses of V routings.
 
-    share: each token's weight in the means, equal for all but 0 for padding. P_e is the mean
-    probability of expert e. f_e is its load: its tokens relative to an even number of them.
+    P_e is the mean probability of expert e. f_e is its load: its tokens relative to an even load.
+    token_weight: each token's weight in means: 0 for tokens to ignore, equal for all others.
     """
     _, tokens, experts = score_VNE.shape
     k = topk_idx_VNK.shape[2]
-    is_padding_VN = token_weight_VN == 0
-    tokens_per_expert = _counts(
-        topk_idx_VNK.masked_fill(is_padding_VN[:, :, None], -1), experts, backend
-    )
-    # relative to that of all rows, padding included, and then to that of rows with a share
-    load_VE = (
-        tokens_per_expert * (experts / (tokens * k)) * (tokens * token_weight_VN.amax(1))[:, None]
-    )
+    is_ignored_VN1 = (token_weight_VN == 0)[:, :, None]
+    tokens_VE = _counts(topk_idx_VNK.masked_fill(is_ignored_VN1, -1), experts, backend)
+    # relative to an even load of 1 / weight tokens; divided by total, of the tokens with a weight
+    load_VE = tokens_VE * (experts / (tokens * k)) * (tokens * token_weight_VN.amax(1))[:, None]
 
     total_V = token_weight_VN.sum(1).clamp_min(1e-9)
     prob_VNE = score_VNE.softmax(-1)
@@ -437,20 +439,20 @@ def balance(
     aux_loss = (load_VE / total_V[:, None] * mean_prob_VE).sum()
     squared_VN = score_VNE.logsumexp(-1).square()
     z_loss = token_weight_VN.flatten() @ squared_VN.flatten()
-    return Balance(aux_loss, z_loss, tokens_per_expert)
+    return Balance(aux_loss, z_loss, tokens_VE)
 
 
 def _counts(topk_idx_VNK: Tensor, experts: int, backend: str) -> Tensor:
-    """Count each routing's slots of each expert, fp32 [V, E]."""
+    """Count the assignments to each expert in each routing, fp32 [V, E]."""
     visits, tokens, k = topk_idx_VNK.shape
-    # TileKernels' aux_fi, which divides by an even load, sums in any order
+    # TileKernels' aux_fi, which divides by an even load, sums in no fixed order
     if backend == "tile" and not torch.are_deterministic_algorithms_enabled():
         loads = [operations().aux_fi(topk_idx_NK, experts, k) for topk_idx_NK in topk_idx_VNK]
         return (torch.stack(loads) * (tokens * k / experts)).round()
-    # all at once, as if every routing had its own experts
+    # count all routings at once, as if each had its own experts
     first_expert_V = torch.arange(0, visits * experts, experts, device=topk_idx_VNK.device)
     distinct_VNK = torch.where(topk_idx_VNK < 0, -1, topk_idx_VNK + first_expert_V[:, None, None])
-    index = distinct_VNK.flatten() + 1  # -1 goes to the first count, which is dropped
+    index = distinct_VNK.flatten() + 1  # -1 goes to the first count, which is not returned
     count = torch.zeros(visits * experts + 1, device=index.device)
     count.index_add_(0, index, torch.ones(len(index), device=index.device))
     return count[1:].view(visits, experts)
@@ -461,29 +463,29 @@ def _counts(topk_idx_VNK: Tensor, experts: int, backend: str) -> Tensor:
 
 
 def grouped_product(slots_PD: Tensor, weights_EDF: Tensor, expert_end_E: Tensor) -> Tensor:
-    """Multiply rows, sorted by expert, by their experts' weights: -> [P, F].
+    """Multiply the slots of each expert by its weights: -> [P, F].
 
-    expert_end: int32. Rows after the last expert's, and their gradients, are uninitialized: nothing
-    may sum over them."""
+    expert_end: int32. Slots after the last expert's, and their gradients, are uninitialized:
+    nothing may sum over them."""
     if slots_PD.dtype == torch.float64:
         return reference_product(slots_PD, weights_EDF, expert_end_E)
     if slots_PD.dtype != torch.bfloat16 and torch.compiler.is_compiling():
-        # traced, it works only in bf16
+        # torch.compile can trace grouped_mm only in bf16
         return torch.compiler.disable(F.grouped_mm)(slots_PD, weights_EDF, offs=expert_end_E)
     return F.grouped_mm(slots_PD, weights_EDF, offs=expert_end_E)
 
 
 def triton_product(slots_PD: Tensor, weights_EDF: Tensor, expert_end_E: Tensor) -> Tensor:
-    """Compute grouped_product by the kernels of spider/model/grouped_triton.py."""
+    """Compute grouped_product with the kernels of spider/model/grouped_triton.py."""
     from spider.model.grouped_triton import grouped_product as product
 
     return product(slots_PD, weights_EDF, expert_end_E)
 
 
 def reference_product(slots_PD: Tensor, weights_EDF: Tensor, expert_end_E: Tensor) -> Tensor:
-    """Compute grouped_product by a loop over experts, in any dtype, for exact references.
+    """Compute grouped_product with a loop over experts, in any dtype: the exact reference.
 
-    grouped_mm does not support float64. Rows after the last expert's become 0, or NaN if they are
+    grouped_mm does not support float64. Slots after the last expert's become 0, or NaN if they are
     not finite."""
     *groups, tail = slots_PD.tensor_split(expert_end_E.tolist())
     products = [group @ weight for group, weight in zip(groups, weights_EDF, strict=True)]
@@ -491,11 +493,11 @@ def reference_product(slots_PD: Tensor, weights_EDF: Tensor, expert_end_E: Tenso
 
 
 def fp8_grouped_product(slots_PD: Tensor, weights_EDF: Tensor, expert_end_E: Tensor) -> Tensor:
-    """Compute grouped_product in FP8 (e4m3), with a power-of-two scale per row and per weight
+    """Compute grouped_product in FP8 (e4m3), with a power-of-two scale per slot and per weight
     column.
 
-    Uses torchao's kernels on a GPU, which need column-major weights and rows aligned to 16.
-    Elsewhere it is an emulation for tests."""
+    On a GPU this uses torchao's kernels, which need column-major weights and each expert's slots
+    aligned to 16. Elsewhere it is an emulation for tests."""
     if not slots_PD.is_cuda:
         return _EmulatedFP8.apply(slots_PD, weights_EDF, expert_end_E)
     from torchao.prototype.moe_training import _to_fp8_rowwise_then_scaled_grouped_mm
@@ -506,8 +508,8 @@ def fp8_grouped_product(slots_PD: Tensor, weights_EDF: Tensor, expert_end_E: Ten
 
 
 class _EmulatedFP8(torch.autograd.Function):
-    """Emulate the three products of torchao's FP8 grouped product: round the operands, multiply in
-    their dtype."""
+    """Emulate torchao's FP8 grouped product and its two gradients: round the operands to FP8,
+    multiply in their own dtype."""
 
     @staticmethod
     def forward(ctx, slots_PD: Tensor, weights_EDF: Tensor, expert_end_E: Tensor) -> Tensor:
@@ -520,7 +522,7 @@ class _EmulatedFP8(torch.autograd.Function):
         grad_slots_PD = F.grouped_mm(
             _round_fp8(grad_PF, -1), _round_fp8(weights_EDF, -1).mT, offs=expert_end_E
         )
-        # rows after the last expert's are uninitialized, and would set the scales of all
+        # slots after the last expert's are uninitialized and would set the scales of all slots
         is_used_P1 = torch.arange(len(slots_PD), device=slots_PD.device)[:, None] < expert_end_E[-1]
         slots_PD = _round_fp8(torch.where(is_used_P1, slots_PD, 0), 0)
         grad_PF = _round_fp8(torch.where(is_used_P1, grad_PF, 0), 0)
@@ -532,15 +534,14 @@ E4M3_MAX = 448
 
 
 def _round_fp8(x: Tensor, dim: int) -> Tensor:
-    """Round x to e4m3 with a power-of-two scale per slice along `dim`; return it in its own
-    dtype."""
+    """Round x to e4m3 with a power-of-two scale per slice along `dim`; return it in x's dtype."""
     largest = x.float().abs().amax(dim, keepdim=True).clamp_min(1e-12)
     scale = torch.exp2((E4M3_MAX / largest).log2().floor())
     scaled = (x.float() * scale).clamp(-E4M3_MAX, E4M3_MAX)
     return (scaled.to(torch.float8_e4m3fn).float() / scale).to(x.dtype)
 
 
-# the product of each backend that sorts rows by expert
+# the product of each backend that sorts by expert
 PRODUCTS: dict[str, GroupedProduct] = {
     "grouped": grouped_product,
     "triton": triton_product,
@@ -564,11 +565,11 @@ def moe_forward(
 
     Differentiable in x, topk_weights and both weights.
 
-    topk_idx: int64. topk_weights: fp32. w_gate_up, w_down: in x's dtype. product: in
-    place of the backend's own, grouped also for `loop`. expert_slots: `sort_by_expert` of topk_idx, if
+    topk_idx: int64. topk_weights: fp32. w_gate_up, w_down: in x's dtype. product: replaces the
+    backend's own product, even the loop of `loop`. expert_slots: sort_by_expert of topk_idx, if
     known.
     """
-    # a single token in decoding on a CPU, without sorting rows or copying weights
+    # Decoding a single token on a CPU needs no sorting and no copies of weights.
     is_one_token = len(x_ND) == 1 and not (x_ND.is_cuda or torch.is_grad_enabled())
     if is_one_token or (backend == "loop" and product is None):
         return _loop(x_ND, topk_idx_NK, topk_weights_NK, w_gate_up_EDG, w_down_EFD)
@@ -584,7 +585,7 @@ def moe_forward(
     padding_P = weight_A.new_zeros(len(source_P))
     weight_P = padding_P.scatter_(0, slot_NK.flatten().long(), weight_A)
     gate_PF, up_PF = product(slots_PD, w_gate_up_EDG, expert_end_E).chunk(2, dim=-1)
-    # weighted where rows are narrowest
+    # weighted where slots are narrowest
     hidden_PF = F.silu(gate_PF) * up_PF * weight_P[:, None]
     out_PD = product(hidden_PF, w_down_EFD, expert_end_E)
     return _Move.apply(out_PD, slot_NK, source_P, tile, False)
@@ -597,14 +598,14 @@ def _loop(
     w_gate_up_EDG: Tensor,
     w_down_EFD: Tensor,
 ) -> Tensor:
-    """Compute one expert after the other."""
+    """Compute one expert after another."""
     w_gate_EDF, w_up_EDF = w_gate_up_EDG.chunk(2, dim=-1)
     y_ND = torch.zeros_like(x_ND)
     for expert in topk_idx_NK.unique().tolist():
-        token, slot = (topk_idx_NK == expert).nonzero(as_tuple=True)
-        rows = x_ND[token]
-        hidden = F.silu(rows @ w_gate_EDF[expert]) * (rows @ w_up_EDF[expert])
-        weight = topk_weights_NK[token, slot].to(x_ND.dtype)
+        token, choice = (topk_idx_NK == expert).nonzero(as_tuple=True)
+        x = x_ND[token]
+        hidden = F.silu(x @ w_gate_EDF[expert]) * (x @ w_up_EDF[expert])
+        weight = topk_weights_NK[token, choice].to(x_ND.dtype)
         y_ND = y_ND.index_add(0, token, hidden @ w_down_EFD[expert] * weight[:, None])
     return y_ND
 
@@ -614,10 +615,10 @@ def _loop(
 
 
 class MoE(nn.Module):
-    """Routed experts and a shared one, [N, D] -> [N, D]. There is no capacity limit, so no token is
-    dropped."""
+    """Routed experts and a shared one, [N, D] -> [N, D]. Experts have no capacity limit, so no
+    token is dropped."""
 
-    expert_bias: Tensor  # [E] fp32; for the selection, see Spider.update_expert_bias
+    expert_bias: Tensor  # [E] fp32, for the selection only, see Spider.update_expert_bias
     shared: SwiGLU | None
     cast: tuple[Tensor, Tensor] | None = None  # result of weights(), inside cast_weights_once
 
@@ -640,21 +641,21 @@ class MoE(nn.Module):
             self.shared = SwiGLU(hidden, config.n_shared_experts * width)
 
     def weights(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Cast the weights: gate and up as one [E, D, G], and down [E, F, D]."""
+        """Cast the weights; return gate and up as one tensor [E, D, G], and down [E, F, D]."""
         w_gate_up_EDG = torch.cat((self.w_gate.to(dtype), self.w_up.to(dtype)), dim=-1)
         w_down_EFD = self.w_down.to(dtype)
-        if self.fp8:  # its kernels need column-major order
+        if self.fp8:  # FP8 kernels need column-major order
             w_gate_up_EDG = w_gate_up_EDG.mT.contiguous().mT
             w_down_EFD = w_down_EFD.mT.contiguous().mT
         return w_gate_up_EDG, w_down_EFD
 
     def cast_weight(self, dtype: torch.dtype):
-        """Cast the weights of the routed experts, see cast_weights_once."""
+        """Keep the cast weights of the routed experts, see cast_weights_once."""
         self.cast = self.weights(dtype) if self.config.n_routed_experts else None
 
     def forward(self, x_ND: Tensor, reuse: Routing | None = None) -> tuple[Tensor, Routing]:
-        """Route each row to its experts, or reuse `reuse`, the routing of an earlier pass over
-        the same rows."""
+        """Route the tokens to experts and sum the outputs. reuse: the routing of an earlier pass
+        over the same tokens."""
         if not self.config.n_routed_experts:
             assert self.shared is not None  # a SpiderConfig has routed experts or shared ones
             return self.shared(x_ND), Routing(None, None, None)
@@ -666,9 +667,9 @@ class MoE(nn.Module):
             self.backend,
             None if reuse is None else reuse.topk_idx,
         )
-        rows = None if reuse is None else reuse.slots
-        if rows is None and torch.is_grad_enabled() and self.backend != "loop":
-            rows = sort_by_expert(topk_idx_NK, len(self.expert_bias), self.backend)
+        slots = None if reuse is None else reuse.slots
+        if slots is None and torch.is_grad_enabled() and self.backend != "loop":
+            slots = sort_by_expert(topk_idx_NK, len(self.expert_bias), self.backend)
         w_gate_up_EDG, w_down_EFD = self.weights(x_ND.dtype) if self.cast is None else self.cast
         y_ND = moe_forward(
             x_ND,
@@ -678,8 +679,8 @@ class MoE(nn.Module):
             w_down_EFD,
             self.backend,
             fp8_grouped_product if self.fp8 and self.training else None,
-            rows,
+            slots,
         )
         if self.shared is not None:
             y_ND = y_ND + self.shared(x_ND)
-        return y_ND, Routing(score_NE, topk_idx_NK, rows)
+        return y_ND, Routing(score_NE, topk_idx_NK, slots)

@@ -1,4 +1,4 @@
-"""SpiderConfig, every size of the model, and the presets. Does not import torch."""
+"""SpiderConfig, which has every size of the model, and the presets. Does not import torch."""
 
 import difflib
 import math
@@ -15,20 +15,17 @@ BOUNDARIES = ("learned", "flexitokens", "words")
 RECOMPUTE = ("nothing", "core", "all")
 OPTIMIZERS = ("adamw", "adamw8bit", "muon")
 BACKENDS = ("loop", "grouped", "triton", "tile")  # see tile_moe.py
-MAX_CONTEXT_BYTES = 32  # the longest context of a memory, in bytes
-REACH = {
-    "byte": MAX_CONTEXT_BYTES,
-    "word": MAX_CONTEXT_BYTES,
-    "line": 256,
-}  # past bytes that contexts read
+MAX_CONTEXT_BYTES = 32  # longest context of a memory
+# how many past bytes a context in these units may read
+REACH = {"byte": MAX_CONTEXT_BYTES, "word": MAX_CONTEXT_BYTES, "line": 256}
 
-# whole number of a flag or in a checkpoint: two of them add up within 64 bits
-MAX_INT = (1 << 62) - 1
-MAX_FLOAT = sys.float_info.max  # infinity is in no range
+MAX_INT = (1 << 62) - 1  # largest accepted integer: the sum of two fits in int64
+MAX_FLOAT = sys.float_info.max  # largest accepted float: no range contains infinity
 
 
 class Range(NamedTuple):
-    """The numbers from low to high; with `above`, without low."""
+    """The numbers that a field, a flag or a checkpoint accepts: low <= number <= high, or with
+    `above` low < number <= high. str() describes them in an error message."""
 
     low: float
     high: float = MAX_FLOAT
@@ -47,86 +44,86 @@ class Range(NamedTuple):
 class SpiderConfig:
     """Sizes and loss weights of the model as plain values, saved in the checkpoint.
 
-    RANGES and USUAL_RANGES have the range of each number. The defaults are those of the model that
-    this project began from (the preset `original`).
+    RANGES and USUAL_RANGES have the range of each number. The defaults are the preset `original`,
+    the model that this project started from.
     """
 
     vocab_size: int = VOCAB_SIZE
-    hidden_size: int = 2048  # a multiple of 16, which grouped products need
+    hidden_size: int = 2048  # a multiple of 16, as grouped products require
     n_prelude_layers: int = 2
-    n_recurrent_layers: int = 6  # 0: no core, only byte layers, as a baseline
+    n_recurrent_layers: int = 6  # 0: no core, only byte layers (a baseline)
     n_coda_layers: int = 2
-    n_loops: int = 6  # loops in training; further ones use the last loop's adapter
+    n_loops: int = 6  # loops in training; later loops use the last one's LoRA
     # attention (MLA)
     n_heads: int = 16
     q_lora_rank: int = 768
     kv_lora_rank: int = 320
     qk_nope_head_dim: int = 64
     qk_rope_head_dim: int = 64
-    v_head_dim: int = 128  # qk_nope_head_dim + qk_rope_head_dim, a multiple of 8, for all kernels
+    v_head_dim: int = 128  # qk_nope_head_dim + qk_rope_head_dim; all kernels need a multiple of 8
     rope_theta: float = 10000.0
     byte_window: int = 0  # attention window of prelude and coda in bytes; 0: unlimited
     # feed-forward and experts
     intermediate_size: int = 4096  # width of the dense feed-forward in prelude and coda
-    n_routed_experts: int = 32  # 0: only the shared expert, a dense feed-forward
+    n_routed_experts: int = 32  # 0: only the shared expert, a dense feed-forward layer
     n_shared_experts: int = 1  # one SwiGLU of width n_shared_experts * moe_intermediate_size
-    n_experts_per_tok: int = 2  # weighted to a sum of 1; a single one by its probability
+    n_experts_per_tok: int = 2  # weights add up to 1; a single expert's weight is its probability
     moe_intermediate_size: int = 512  # width of a routed expert; a multiple of 16
-    expert_bias_rate: float = 0.001  # the selection bias moves by this in an optimizer step
+    expert_bias_rate: float = 0.001  # change of the selection bias per optimizer step
     aux_loss_weight: float = 0.01
     z_loss_weight: float = 0.001
     # segments
-    boundaries: str = "flexitokens"  # learned: by predicted surprise; flexitokens: sampled; words
+    boundaries: str = "flexitokens"  # learned (by predicted surprise), flexitokens (sampled), words
     boundary_rate: float = 0.19  # learned: boundaries per byte
-    boundary_prior: float = 0.3  # flexitokens: boundaries per byte at first
+    boundary_prior: float = 0.3  # flexitokens: initial boundaries per byte
     boundary_loss_weight: float = 1.0
     # The boundary loss keeps boundaries per byte between alpha - lambda * sigma and alpha.
     boundary_alpha: float = 1 / 3
     boundary_lambda: float = 3.0
     boundary_sigma: float = 0.023
-    segment_offsets: int = 1  # outputs of a segment: one projection for each of the next bytes
+    segment_offsets: int = 1  # how many of the next bytes have their own projection of a segment
     # recurrence
     lora_rank: int = 16  # rank of the per-loop adapters; 0: none
-    act: bool = True  # adaptive computation time; False: the last loop's state is the output
+    act: bool = True  # adaptive computation time; False: output the last loop's state
     act_threshold: float = 0.99
-    ponder_weight: float = 0.001  # weight of the cost of loops; 0: none
-    core_loss_weight: float = 0.0  # weight of the core's own next-byte loss; 0: none
-    # Engram: tables of hashed contexts. One kind stands before some layers of the core, another at
-    # byte rate before prelude and head.
-    engram_layers: tuple[int, ...] = (1, 4)  # layers of the core that have one
+    ponder_weight: float = 0.001  # of the cost of loops; 0: none
+    core_loss_weight: float = 0.0  # of the core's own next-byte loss; 0: none
+    # Engram: tables of hashed contexts, at segment rate before some core layers, and at byte rate
+    # (engram_byte_...) before prelude and head.
+    engram_layers: tuple[int, ...] = (1, 4)  # core layers that have an Engram
     engram_contexts: tuple[str, ...] = ("3", "4", "6", "8")  # see contexts.py
     engram_heads: int = 4  # hashes per context
-    engram_rows: int = 29_000  # rows of each hash's table, rounded down to an unused prime
+    engram_rows: int = 29_000  # rows per hash, rounded down to a prime that no other hash uses
     engram_dim: int = 64  # width of a row
     engram_byte_contexts: tuple[str, ...] = ("1", "2", "3", "4", "5", "6", "7", "8")
     engram_byte_rows: int = 47_300
     engram_byte_dim: int = 128
     # The match memory: what followed the last occurrence of a context.
     engram_match_contexts: tuple[str, ...] = ("3", "4", "5", "6", "8", "12", "16", "24")
-    # Past occurrences of each context that vote on the logits before the head. With byte tables,
-    # votes replace the rows of matches there.
+    # How many past occurrences of each context vote on the logits. With byte tables, the votes
+    # replace the rows of matches before the head.
     engram_votes: int = 0
-    engram_vote_ages: bool = False  # what weighs votes sees how long ago each context occurred
+    engram_vote_ages: bool = False  # weigh votes also by how long ago the context occurred
     engram_logits: bool = False  # rows before the head also add to the logits directly
 
     def __post_init__(self):
-        """Raise ValueError for a value of another type, or sizes that do not fit together."""
+        """Raise ValueError for a value of the wrong type, or sizes that do not fit together."""
         for field in fields(self):
             name = field.name
             default: Any = field.default
-            kind = type(default)
+            expected = type(default)
             value = getattr(self, name)
-            if kind is tuple and type(value) is list:  # from JSON
+            if expected is tuple and type(value) is list:  # from JSON
                 value = tuple(value)
                 setattr(self, name, value)
-            # By `type`, not isinstance: True is no number of layers.
-            accepted = type(value) is kind or (kind is float and type(value) is int)
-            if kind is tuple and accepted:
+            # type, not isinstance: True is not a number of layers
+            accepted = type(value) is expected or (expected is float and type(value) is int)
+            if expected is tuple and accepted:
                 accepted = all(type(element) is type(default[0]) for element in value)
             if not accepted:
                 raise ValueError(f"{name} must be a value such as {default!r}")
-            if kind in USUAL_RANGES:
-                allowed = Range(*RANGES.get(name, USUAL_RANGES[kind]))
+            if expected in USUAL_RANGES:
+                allowed = Range(*RANGES.get(name, USUAL_RANGES[expected]))
                 if not allowed.has(value):
                     raise ValueError(f"{name} must be {allowed}")
         self._check_sizes()
@@ -173,7 +170,7 @@ class SpiderConfig:
                 raise ValueError(rule)
 
     def _check_contexts(self):
-        """Refuse contexts of the memories that have no meaning."""
+        """Reject contexts that span_of does not know."""
         for name in ("engram_contexts", "engram_byte_contexts", "engram_match_contexts"):
             for context in getattr(self, name):
                 try:
@@ -182,7 +179,8 @@ class SpiderConfig:
                     raise ValueError(f"{name}: {fault}") from None
 
     def _check_tables(self):
-        """Refuse tables for which there are too few primes: each has a prime number of rows."""
+        """Reject table sizes with too few primes below: each table has a different prime number of
+        rows."""
         for name, rows, tables in (
             ("engram_rows", self.engram_rows, len(self.engram_contexts) * self.engram_heads),
             ("engram_byte_rows", self.engram_byte_rows, len(self.engram_byte_contexts)),
@@ -192,7 +190,7 @@ class SpiderConfig:
 
     @property
     def bytes_per_segment(self) -> float:
-        """Estimate bytes per segment, of flexitokens by the middle of the boundary loss's band."""
+        """Estimate bytes per segment; flexitokens: from the middle of the boundary loss's band."""
         if self.boundaries == "learned":
             return 1 / self.boundary_rate
         if self.boundaries == "words":
@@ -202,13 +200,13 @@ class SpiderConfig:
 
     @property
     def reach(self) -> int:
-        """Return how many past bytes the memories and the ends of words read."""
+        """Return how many past bytes the memories and word boundaries read."""
         names = (*self.engram_contexts, *self.engram_byte_contexts, *self.engram_match_contexts)
         return max((2, *(REACH[span_of(name)[0]] for name in names)))
 
     @property
     def matches_before_head(self) -> int:
-        """Count the contexts whose matches have rows before the head."""
+        """Return how many contexts have rows of matches before the head."""
         votes_replace_rows = self.engram_votes > 0 and len(self.engram_byte_contexts) > 0
         return 0 if votes_replace_rows else len(self.engram_match_contexts)
 
@@ -219,14 +217,14 @@ class SpiderConfig:
 
     @property
     def has_core_loss(self) -> bool:
-        """Return whether training has the loss of the core's own prediction."""
+        """Return whether training includes the core's own next-byte loss."""
         return self.n_recurrent_layers > 0 and self.core_loss_weight > 0
 
     def changed(self, text: str) -> "SpiderConfig":
-        """Return a config with the changes of --set, NAME=VALUE,...; raise ValueError for a bad
-        name or value."""
+        """Return a copy with the changes of --set, NAME=VALUE,...; raise ValueError for a bad name
+        or value."""
         changes = {}
-        names = vars(self).keys() - {"n_loops"}  # which is a flag
+        names = vars(self).keys() - {"n_loops"}  # n_loops is a flag
         for setting in text.split(",") if text else ():
             name, _, value = setting.partition("=")
             if name not in names:
@@ -241,8 +239,8 @@ class SpiderConfig:
 
     @classmethod
     def from_saved(cls, saved: Mapping[str, Any]) -> "SpiderConfig":
-        """Return the config of a checkpoint or an export. Raise TypeError for a field that this
-        version does not have, ValueError for a value that it refuses."""
+        """Return the config of a checkpoint or an export. Raise TypeError for an unknown field,
+        ValueError for a bad value."""
         values = dict(saved)
         for use in ("", "byte_", "match_"):  # contexts had no names before November 2026
             if f"engram_{use}orders" in values:
@@ -263,8 +261,10 @@ class SpiderConfig:
 
 @cache
 def span_of(context: str) -> tuple[str, int, int]:
-    """Return the unit of a context (see contexts.py), and between which units back it spans; raise
-    ValueError for a name that is none."""
+    """Parse the name of a context (see contexts.py): return its unit, and the units back where its
+    span ends and begins. Raise ValueError for an unknown name.
+
+        4 -> byte, 0, 4     1-4 -> byte, 1, 4     word2 -> word, 0, 2"""
     if context == "above":
         return "line", 1, 2
     match = CONTEXT.fullmatch(context)
@@ -276,23 +276,23 @@ def span_of(context: str) -> tuple[str, int, int]:
         if first < last <= most:
             return unit, first, last
     raise ValueError(
-        f"{context!r} is no context, such as 3, 1-4, word1, word1-2 or above, of at most "
+        f"{context!r} is not a context, such as 3, 1-4, word1, word1-2 or above, of at most "
         f"{MAX_CONTEXT_BYTES} bytes or {MAX_CONTEXT_BYTES // 2} words"
     )
 
 
 def parse_value(name: str, text: str, default: Any) -> Any:
-    """Parse the value of a field in --set, of its default's type; raise ValueError if it is not."""
-    kind = type(default)
-    wanted = kind.__name__
+    """Parse a value of --set as the type of the field's default; raise ValueError if that fails."""
+    expected = type(default)
+    wanted = expected.__name__
     try:
-        if kind is bool:
+        if expected is bool:
             wanted = "true or false"
             return {"true": True, "false": False}[text.lower()]
-        if kind is tuple:
+        if expected is tuple:
             wanted = "whole numbers joined by +"
             return tuple(map(type(default[0]), filter(None, text.split("+"))))
-        return kind(text)
+        return expected(text)
     except (ValueError, KeyError):
         raise ValueError(f"{name} takes {wanted}, not {text!r}") from None
 
@@ -301,8 +301,8 @@ NUMBER = "[1-9][0-9]?"
 CONTEXT = re.compile(f"(?P<unit>word)?((?P<first>{NUMBER})-)?(?P<last>{NUMBER})")
 
 SEQ_LEN = (2, 1 << 24)  # the range of --seq_len
-# The range of every number, by its type, and the ranges of those that have another. Within the
-# upper bounds no product of sizes overflows, and no model takes minutes to construct.
+# The usual range of each type of number, and the fields with a range of their own. Within these
+# ranges no product of sizes overflows, and no model takes minutes to construct.
 USUAL_RANGES = {int: (1, 1 << 18), float: (0, 1_000_000)}
 RANGES = {
     "vocab_size": (VOCAB_SIZE, 65_536),
@@ -338,19 +338,19 @@ def primes_below(limit: int, count: int) -> tuple[int, ...]:
 
 
 # --------------------------------------------------------------------------------------------------
-# Presets (docs/results/learning.md has what each difference from `original` gives)
+# Presets (docs/results/learning.md shows what each difference from `original` gains)
 
-# Lower the loss, or take fewer FLOPs for the same loss, at almost no cost in time.
+# These lower the loss, or need fewer FLOPs for the same loss, at almost no cost in time.
 IMPROVEMENTS = dict(
     boundaries="learned",
     engram_byte_contexts=tuple("1 2 3 4 5 6 8 1-4 word1 word1-2 above".split()),
-    engram_byte_rows=34_400,  # so that `1b` and `base` have the parameters of eight contexts
+    engram_byte_rows=34_400,  # so that `1b` and `base` have as many parameters as with 8 contexts
     engram_match_contexts=tuple("1 2 3 4 5 6 8 12 16 24 word1 word2".split()),
     engram_votes=4,
     engram_vote_ages=True,
     engram_logits=True,
 )
-# Segment offsets cost a matrix per offset, and need the core's own loss.
+# Each segment offset costs a matrix, and segment offsets need the core's own loss.
 WITH_OFFSETS = IMPROVEMENTS | dict(segment_offsets=8, core_loss_weight=0.2)
 TINY = WITH_OFFSETS | dict(
     hidden_size=128,
@@ -397,7 +397,7 @@ SMALL = TINY | dict(
 PRESETS: dict[str, dict[str, Any]] = {
     "1b": IMPROVEMENTS,  # 999M parameters, for GPUs
     "base": BASE,  # 570M; about the compute of `1b`, without loops
-    "original": {},  # 996M; the model that this project began from
+    "original": {},  # 996M; the model that this project started from
     "small": SMALL,  # 189M, for CPUs
     "tiny": TINY,  # 94M, for CPUs
 }

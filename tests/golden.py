@@ -35,7 +35,6 @@ import pytest
 import torch
 from torch import Tensor
 
-import spider_model
 import train
 from spider import machine
 from spider.config import PRESETS
@@ -361,7 +360,7 @@ def print_spread():
 
 def start_one_unit_off(seed: int):
     """Have initialization change every weight by -1, 0 or 1 units in the last place of fp32."""
-    initialize = spider_model.init_weights
+    initialize = Spider.init_weights
 
     @torch.no_grad()
     def init_weights(model: Spider):
@@ -371,7 +370,7 @@ def start_one_unit_off(seed: int):
             for p in model.parameters():
                 p.mul_(1 + (torch.randint(0, 3, p.shape, generator=generator) - 1) * 2.0**-23)
 
-    spider_model.init_weights = init_weights
+    Spider.init_weights = init_weights
 
 
 if __name__ == "__main__":

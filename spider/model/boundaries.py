@@ -1,12 +1,11 @@
 """Where segments end: FlexiTokens, words, and learned boundaries.
 
-**FlexiTokens** (arXiv 2507.12720) samples boundaries from learned probabilities; a loss controls
-their rate. **Words** (SpaceByte, arXiv 2404.14408) end where a word does: contexts.word_ends.
-**Learned** boundaries are where the next byte is hard to predict, and where a boundary pays:
-SurprisePredictor.
+    flexitokens   sampled from learned probabilities; a loss controls their rate (arXiv 2507.12720)
+    words         at the end of each word: contexts.word_ends (SpaceByte, arXiv 2404.14408)
+    learned       where the next byte is hard to predict and a boundary pays: SurprisePredictor
 
-Shapes, also at the end of names: M packed bytes, D hidden size, V vocabulary. b_M is 1 where a
-segment ends, else 0. Losses and entropies are in nats.
+Tensor names end with their shape: B sequences, M packed bytes, D hidden size, V vocabulary. b_M is
+1 where a segment ends, else 0. Losses and entropies are in nats.
 """
 
 import math
@@ -30,18 +29,19 @@ from spider.vocabulary import EOS_ID, PAD_ID
 def flexitokens_boundaries(
     p_M: Tensor, packing: Packing, dtype: torch.dtype, noise_M: Tensor | None, summed: Tensor | None
 ) -> Tensor:
-    """Cut where the sum of probabilities over the document, plus an offset, crosses an integer:
-    b [M].
+    """End a segment where the running sum of p over the document, plus an offset, crosses an
+    integer: b [M].
 
-    This is systematic sampling: each byte is cut with probability p as in independent draws, but
-    segments are more even. In training the offset is drawn once per document from its noise;
-    otherwise it is 0.5, so that evaluation cuts as often. The gradient is straight-through to p.
+    This is systematic sampling: a segment ends at each byte with probability p, as with independent
+    draws, but lengths vary less. In training each document draws its offset from its noise; in
+    evaluation the offset is 0.5, which gives as many boundaries. The gradient is straight-through
+    to p.
 
-    summed [documents] float64: in decoding, the sum of p over earlier steps. It is updated."""
+    summed [documents] float64: in decoding, the sum of p over earlier steps, updated here."""
     total_M = p_M.detach().double().cumsum(0)  # over all documents
     before_M = F.pad(total_M, (1, -1))
     start_M = packing.cu_seqlens.index_select(0, packing.document)
-    offset_M = 0.5 - before_M.index_select(0, start_M)  # less the documents before
+    offset_M = 0.5 - before_M.index_select(0, start_M)  # minus the earlier documents
     if summed is not None:
         offset_M = offset_M + summed.index_select(0, packing.document)
         summed.index_add_(0, packing.document, p_M.double())
@@ -50,14 +50,15 @@ def flexitokens_boundaries(
     crosses_M = (total_M + offset_M).floor() > (before_M + offset_M).floor()
     b_M = crosses_M.to(dtype)
     if p_M.requires_grad:
-        # p - p has the value 0, or NaN if p diverges: b stays 0 or 1 even then
+        # p - p is 0, or NaN if p diverges; b stays 0 or 1 even then
         b_M = b_M + (p_M - p_M.detach()).nan_to_num(0)
     return b_M
 
 
 def boundary_loss(b_M: Tensor, input_ids: Tensor, config: SpiderConfig) -> Tensor:
-    """Return the loss that keeps the rate of FlexiTokens' boundaries: the mean distance of
-    sequences' boundaries per byte from the band [alpha - lambda * sigma, alpha]."""
+    """Return the loss that controls the rate of FlexiTokens' boundaries: the distance of a
+    sequence's boundaries per byte from the band [alpha - lambda * sigma, alpha], averaged over
+    sequences."""
     if config.boundaries != "flexitokens":
         return b_M.new_zeros(())
     n_bytes = (input_ids != PAD_ID).sum(1).clamp_min(1)  # [B]
@@ -70,17 +71,18 @@ def boundary_loss(b_M: Tensor, input_ids: Tensor, config: SpiderConfig) -> Tenso
 # --------------------------------------------------------------------------------------------------
 # Learned boundaries
 
-GAIN_WEIGHT = 3.0  # weight of a gain in the score, where surprise has 1
-# Weight of the regression in the score, by step: 0 up to the first, then linear, 1 from the second
+GAIN_WEIGHT = 3.0  # weight of the gain in the score; surprise has weight 1
+# Steps: the regression's weight in the score is 0 until TRUST_BEGINS, then rises linearly to 1
 TRUST_BEGINS = 30
 TRUST_COMPLETE = 60
-HISTOGRAM_DECAY = 0.9  # factor on earlier scores' counts at each step, after TRUST_COMPLETE
+HISTOGRAM_DECAY = 0.9  # per step, of the counts of earlier scores, after TRUST_COMPLETE
 STRAY_RATE = 0.003  # random boundaries per byte, in training
-STRAY_SITE = 5  # site of the noise; dropout has 0 to 3, see spider_model
-LOSS_WEIGHT = 0.001  # weight of both squared errors: so small that clipping does not see it
-MAX_LOSS = 12.0  # targets of the regression are clamped to these, in nats
+STRAY_SITE = 5  # site of the noise; dropout has sites 0 to 3, see spider_model
+LOSS_WEIGHT = 0.001  # of both squared errors: too small to affect gradient clipping
+# The regression's targets are clamped to these, in nats
+MAX_LOSS = 12.0
 MAX_GAIN = 3.0
-# The histogram of scores has N_BINS from -MAX_SCORE to MAX_SCORE nats, of BIN nats each
+# The histogram of scores has N_BINS bins of BIN nats each, from -MAX_SCORE to MAX_SCORE
 MAX_SCORE = 8.0
 N_BINS = 1 << 16
 BIN = 2 * MAX_SCORE / N_BINS
@@ -88,22 +90,22 @@ TIE_BINS = 64  # bins over which `tie` spreads equal scores
 
 
 class PredictorTerms(NamedTuple):
-    """What the predictor expects of a pass in training, before the losses of its bytes are
-    known."""
+    """What SurprisePredictor adds to a training pass, before the bytes' losses are known."""
 
-    loss_M: Tensor  # expected losses of the next bytes
-    zero_nats_M: Tensor  # zeros to add to the losses of the next bytes, see GainRegression
-    counts: Tensor  # scores by bin and pairs of bytes, see `count`
+    loss_M: Tensor  # predicted loss of each byte's next byte, for surprise_loss
+    zero_nats_M: Tensor  # zeros to add to the actual losses, see GainRegression
+    counts: Tensor  # see SurprisePredictor.count
 
 
 class GainRegression(torch.autograd.Function):
     """Fit the gain of each boundary, in the backward pass, to the nats that the boundary saves.
 
-    Returns `unpooled` unchanged, and `zero_nats`: zeros to add to the losses of bytes. The gradient
-    of a byte's probe is the weight of a nat of that byte in the loss L to minimize. It is 0 for a
-    byte without a label, and for all bytes if L is not the model's loss.
+    Return `unpooled` unchanged, and zero_nats [M], to be added to the losses of the bytes. Its
+    value is zero, and its gradient is nat_weight = dL/dnats, the weight of each byte's loss in the
+    loss L to minimize: 0 for a byte without a label, and for all bytes if L is not the model's.
 
-    earlier_MD: what bytes would receive without their last boundary."""
+    earlier_MD: what each byte would receive without its last boundary. rate: boundaries per
+    byte."""
 
     @staticmethod
     def forward(ctx, unpooled_MD, gain_M, b_M, earlier_MD, rate):
@@ -116,50 +118,51 @@ class GainRegression(torch.autograd.Function):
     def backward(ctx, grad_MD, nat_weight_M):
         difference_MD, gain_M, b_M = ctx.saved_tensors
 
-        # change of L by a boundary, to first order: the sum over the bytes after the boundary of
-        #     dL/dunpooled * (unpooled - earlier)
+        # How a boundary changes L, to first order: summed over the bytes whose last boundary it is,
+        #     change = dL/dunpooled * (unpooled - earlier)
         change_M = (grad_MD * difference_MD).sum(1).to(gain_M.dtype)
         boundary_M = last_boundary(b_M).clamp_min(0)
         change_M = torch.zeros_like(gain_M).index_add_(0, boundary_M, change_M)
 
-        # nats saved: -change / (dL/dnat)
+        # The nats that the boundary saves:
+        #     target = -change / nat_weight
         target_M = -change_M / nat_weight_M.clamp_min(1e-30)
         target_M = target_M.clamp(-MAX_GAIN, MAX_GAIN)
 
-        # gradient of the squared error, as a mean over the boundaries, `rate` of all bytes:
-        #     d/dgain  LOSS_WEIGHT / rate * dL/dnat * (gain - target)^2
+        # The squared error, a mean over the boundaries, which are `rate` of all bytes:
+        #     error = LOSS_WEIGHT / rate * nat_weight * (gain - target)^2
         grad_M = 2 * LOSS_WEIGHT / ctx.rate * nat_weight_M * (gain_M - target_M)
         return grad_MD, torch.where(b_M > 0, grad_M, 0), None, None, None
 
 
-def surprise_loss(expected_M: Tensor, losses_M: Tensor, has_label_M: Tensor) -> Tensor:
-    """Return the squared error of the losses that the predictor expects, a sum over the bytes with
-    a label."""
-    error_M = expected_M - losses_M.clamp_max(MAX_LOSS)
+def surprise_loss(predicted_M: Tensor, losses_M: Tensor, has_label_M: Tensor) -> Tensor:
+    """Return the squared error of the predicted losses, summed over the bytes with a label."""
+    error_M = predicted_M - losses_M.clamp_max(MAX_LOSS)
     return LOSS_WEIGHT * torch.where(has_label_M, error_M, 0).square().sum()
 
 
 class SurprisePredictor(nn.Module):
-    """Predict how much a boundary is worth at each byte, and keep the threshold above which a
-    segment ends:
+    """Score how much a boundary is worth at each byte, and end a segment where the score exceeds a
+    threshold:
 
         score = entropy(last byte) + trust * (surprise + GAIN_WEIGHT * gain) + tie
 
-    - entropy of the next byte given the last one, above its mean: from counts of pairs of bytes
-      (Harris 1955; BLT, arXiv 2412.09871, cuts by the entropy of a model). It is known after one
-      step.
-    - surprise: what a small regression on the byte's state expects of the loss, beyond the entropy.
-    - gain, its second output: how many nats a boundary saves, to first order. The loss is compared
-      if the bytes behind it receive the segment that ends there, and if they receive the one
-      before. It is observed at boundaries and, in training, at random strays. Without it the loss
-      is 0.004 higher (docs/results/learning.md).
-    - trust grows from 0 to 1 between two steps, since the first losses say little.
-    - tie cuts evenly where all bytes are alike.
+    - entropy of the next byte given the last one, relative to the mean entropy. It comes from
+      counts of pairs of bytes, so one step is enough to know it (Harris 1955; BLT, arXiv
+      2412.09871, uses the entropy of a model).
+    - surprise: a small regression on the byte's state predicts the loss of the next byte; this is
+      the part beyond the entropy.
+    - gain, the regression's second output: how many nats a boundary saves, to first order, if the
+      bytes after it receive the segment that ends there instead of the segment before. It is
+      observed at boundaries and, in training, at random strays. Without it the loss is 0.004 higher
+      (docs/results/learning.md).
+    - trust rises from 0 to 1 between two steps, because early losses say little.
+    - tie spaces boundaries evenly where all bytes are alike.
 
-    The threshold follows the quantile of scores that leaves `rate` boundaries per byte. The
-    regression reads detached states, so only its own weights learn from this. All that it learns
-    from is a sum over bytes, so neither micro-batches nor ranks change it. `update` is called once
-    per optimizer step."""
+    The threshold is the quantile of scores that leaves `rate` boundaries per byte. The regression
+    reads detached states, so only its own weights learn from its errors. Everything it learns from
+    is a sum over bytes, so micro-batches and ranks make no difference. Call `update` once per
+    optimizer step."""
 
     def __init__(self, hidden_size: int, vocab_size: int, rate: float):
         super().__init__()
@@ -169,18 +172,17 @@ class SurprisePredictor(nn.Module):
             nn.GELU(),
             WideLinear(hidden_size // 4, 2, bias=True),
         )
-        # counts of a byte and the next one
-        self.pairs: Tensor = nn.Buffer(torch.empty(vocab_size, vocab_size))
-        # entropy after each byte, in nats above the mean
+        self.pairs: Tensor = nn.Buffer(torch.empty(vocab_size, vocab_size))  # counts: byte, next
+        # entropy of the next byte after each byte, minus the mean
         self.entropy: Tensor = nn.Buffer(torch.empty(vocab_size))
         self.histogram: Tensor = nn.Buffer(torch.empty(N_BINS))  # counts of scores
         self.threshold: Tensor = nn.Buffer(torch.empty(1))
-        self.mean_loss: Tensor = nn.Buffer(torch.empty(1))  # nats per byte of the last step
+        self.mean_loss: Tensor = nn.Buffer(torch.empty(1))  # nats per byte in the last step
         self.steps: Tensor = nn.Buffer(torch.empty(1))
 
     @torch.no_grad()
     def init_weights(self):
-        """Initialize weights and buffers: the gain is 0, the threshold cuts evenly."""
+        """Initialize weights and buffers: the gain is 0, and boundaries are evenly spaced."""
         for layer in self.regression:
             if isinstance(layer, WideLinear):
                 layer.weight.normal_(std=layer.in_features**-0.5)
@@ -195,17 +197,17 @@ class SurprisePredictor(nn.Module):
     # Deciding
 
     def forward(self, x_MD: Tensor) -> Tensor:
-        """Return surprise and gain [M, 2] of bytes with these normed states."""
+        """Predict surprise and gain [M, 2] from the normed states of bytes."""
         return self.regression(x_MD.detach())
 
     def trust(self, later: int = 0) -> Tensor:
-        """Return the weight of the regression [1], in this step or one that is `later` ahead."""
+        """Return the regression's weight [1] in this step, or `later` steps ahead."""
         since = self.steps + later - TRUST_BEGINS
         return (since / (TRUST_COMPLETE - TRUST_BEGINS)).clamp(0, 1)
 
     @torch.no_grad()
     def score(self, predicted: Tensor, ids_M: Tensor, position_M: Tensor, later: int = 0) -> Tensor:
-        """Return the scores [M] of bytes at a position in their document; `later`: see trust."""
+        """Return the bytes' scores [M]. position_M: in their document. later: see trust."""
         surprise_M, gain_M = predicted.unbind(1)
         predicted_M = self.trust(later) * (surprise_M + GAIN_WEIGHT * gain_M)
         tie_M = (position_M + 0.3) * self.rate % 1  # never 1 - rate, up to rounding
@@ -215,7 +217,7 @@ class SurprisePredictor(nn.Module):
     def boundaries(
         self, predicted: Tensor, ids_M: Tensor, position_M: Tensor, noise_M: Tensor | None
     ) -> Tensor:
-        """Decide where segments end: bool [M]. noise_M: in training, for strays."""
+        """Decide where segments end: bool [M]. noise_M: for strays, in training."""
         ends_M = self.score(predicted, ids_M, position_M) > self.threshold
         if noise_M is None:
             return ends_M
@@ -234,8 +236,8 @@ class SurprisePredictor(nn.Module):
         unpooled_MD: Tensor,
         earlier_MD: Tensor,
     ) -> tuple[Tensor, PredictorTerms]:
-        """Observe a pass in training; return `unpooled` with unchanged values, through which the
-        gain learns in backward, see GainRegression."""
+        """Observe a training pass. Return `unpooled` with unchanged values, from whose gradient the
+        gain learns (see GainRegression), and PredictorTerms."""
         surprise_M, gain_M = predicted.unbind(1)
         unpooled_MD, zero_nats_M = GainRegression.apply(
             unpooled_MD, gain_M, b_M, earlier_MD, self.rate
@@ -246,8 +248,8 @@ class SurprisePredictor(nn.Module):
 
     @torch.no_grad()
     def count(self, predicted: Tensor, ids_M: Tensor, position_M: Tensor) -> Tensor:
-        """Count scores by bin, as the next step weighs them, and pairs of bytes: [N_BINS + V * V]
-        fp32. EOS and PAD have no score; a pair lies within a document."""
+        """Count scores by bin, with the next step's trust, and pairs of bytes: [N_BINS + V * V]
+        fp32. EOS and PAD have no score. A pair lies within a document."""
         counts = torch.zeros(N_BINS + self.pairs.numel(), device=ids_M.device)
 
         score_M = self.score(predicted, ids_M, position_M, later=1)
@@ -268,8 +270,8 @@ class SurprisePredictor(nn.Module):
 
     @torch.no_grad()
     def update(self, counts: Tensor, mean_loss: float):
-        """Update entropies and threshold from a step's counts over all micro-steps and ranks, and
-        its mean loss."""
+        """Update entropies and threshold from the counts and the mean loss of a step, over all
+        micro-steps and ranks."""
         scores, pairs = counts.split((N_BINS, self.pairs.numel()))
         self.pairs += pairs.view_as(self.pairs)
         total_V = self.pairs.sum(1)
@@ -277,8 +279,8 @@ class SurprisePredictor(nn.Module):
         entropy_V = torch.special.entr(self.pairs / total_V.clamp_min(1)[:, None]).sum(1)
         self.entropy.copy_(entropy_V - entropy_V @ total_V / total)
         self.steps += 1
-        # Before the next step trusts the regression, scores follow from counts of bytes. Until
-        # trust is complete they change too fast for those of earlier steps to count.
+        # As long as the next step's trust is 0, the counts of bytes determine the scores. Until
+        # trust is complete, scores change too fast to count those of earlier steps.
         untrusted = self._expected_scores(total_V * (scores.sum() / total))
         trusted = self.histogram * HISTOGRAM_DECAY * (self.steps > TRUST_COMPLETE) + scores
         self.histogram.copy_(torch.where(self.trust() > 0, trusted, untrusted))
@@ -286,22 +288,23 @@ class SurprisePredictor(nn.Module):
         self.mean_loss.fill_(mean_loss)
 
     def _expected_scores(self, total_V: Tensor) -> Tensor:
-        """Return the histogram of scores without trust: the entropies of bytes with these counts,
-        each spread over the bins of its tie."""
+        """Return the histogram of scores with zero trust: the entropy of each byte, counted
+        total_V times and spread over the bins of its ties."""
         first_V = ((self.entropy + MAX_SCORE) / BIN).round().long()
         tie = torch.arange(TIE_BINS, device=total_V.device)
         bins = (first_V[:, None] + tie).clamp(0, N_BINS - 1)  # [V, TIE_BINS]
-        share = (total_V / TIE_BINS).repeat_interleave(TIE_BINS)
-        return torch.zeros_like(self.histogram).index_add_(0, bins.flatten(), share)
+        counts = (total_V / TIE_BINS).repeat_interleave(TIE_BINS)
+        return torch.zeros_like(self.histogram).index_add_(0, bins.flatten(), counts)
 
     def _set_threshold(self):
-        """Set the threshold such that `rate` of the histogram's scores lie above it; it stays as it
-        is without scores."""
+        """Set the threshold so that `rate` of the histogram's scores lie above it. Without scores,
+        keep it."""
         falling = self.histogram.flip(0)  # from the highest bin down
         above = falling.cumsum(0)  # scores in this bin or a higher one
         wanted = self.rate * above[-1:]
         i = torch.searchsorted(above, wanted).clamp_max(N_BINS - 1)  # the bin of the threshold
         inside = falling[i]
-        part = (wanted - above[i] + inside) / inside.clamp_min(1e-9)  # part of the bin above it
-        threshold = MAX_SCORE - (i + part) * BIN
+        # the fraction of the bin above the threshold
+        fraction = (wanted - above[i] + inside) / inside.clamp_min(1e-9)
+        threshold = MAX_SCORE - (i + fraction) * BIN
         self.threshold.copy_(torch.where(wanted > 0, threshold, self.threshold))

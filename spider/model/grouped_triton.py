@@ -1,26 +1,28 @@
 """The grouped product of tile_moe.py in Triton, for GPUs on which torch's is a loop that waits for
 the host.
 
-Shapes: P rows sorted by expert, E experts, weights [E, D, F]. Rows of expert e end at
-expert_end[e], which only the device reads. An expert may have any number of rows, 0 included. D and
-F are multiples of 16. Blocks are powers of two that divide them, so only rows need masks. Sums are
-fp32, of products of bf16 or, without TF32, of fp32.
+Shapes: P rows sorted by expert (the slots of tile_moe.py), E experts, weights [E, D, F]. The rows
+of expert e end at expert_end[e], which only the device reads. An expert may have any number of
+rows, including 0. D and F are multiples of 16. Block sizes are powers of two that divide D and F,
+so only rows need masks. Operands are bf16, or fp32 without TF32; sums are fp32.
 
-Sizes of blocks. Blocks of 128 x 128 with 8 warps read an operand 64 FLOP a byte from the L2 cache,
-those of 64 x 128 with 4 warps 43. Both have 64 sums a thread. But an expert's last block is half
-empty on average:
+Block sizes. Small and large blocks have 64 sums per thread. An expert's last block is half empty on
+average, which wastes less with small blocks:
 
-    rows per expert                      with 64 rows   with 128 rows
-    340 (`1b`, 112 x 256 bytes)          9% of the work           19%
-    1,550 (`1b`, 64 x 2,048 bytes)       2%                        4%
+                                         64 x 128, 4 warps   128 x 128, 8 warps
+    FLOP per byte read from L2                          43                   64
+    empty, 340 rows per expert
+        (`1b`, 112 x 256 bytes)            9% of the work                  19%
+    empty, 1,550 rows per expert
+        (`1b`, 64 x 2,048 bytes)                        2%                   4%
 
-So blocks have 128 rows where experts have LARGE_FROM rows on average. In fp32 blocks of products
-are small. Gradients of weights always have large blocks: there D and F are the sides, which are no
-multiple of a block's size only in small models. 4 stages of 32 in depth take 48 KiB of shared
-memory in bf16, and 96 in fp32, of the 99 that every card has.
+So blocks have 128 rows if experts have LARGE_FROM rows on average, except in fp32, where they are
+always small. Weight gradients always use large blocks: their sides are D and F, which are multiples
+of 128 except in small models. 4 stages of depth 32 take 48 KiB of shared memory in bf16 and 96 KiB
+in fp32; every card has 99 KiB.
 
-Each operation is opaque to torch.compile, so a compiled layer runs the kernels that the check at
-the start has run.
+The operations are opaque to torch.compile, so a compiled layer runs the same kernels that were
+tested at start.
 """
 
 import torch
@@ -28,17 +30,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-COLUMNS = 128  # columns of a block of the result
-SMALL_BLOCK = 64  # rows of a block of the result
+COLUMNS = 128  # columns of a result block
+SMALL_BLOCK = 64  # rows of a result block
 LARGE_BLOCK = 128
 WARPS = {SMALL_BLOCK: 4, LARGE_BLOCK: 8}
 LARGE_FROM = 512  # rows per expert
-DEPTH = 32  # summands of a step of a block's sum
+DEPTH = 32  # how many products a step of a block adds to each sum
 STAGES = 4
 
 
 def block_of(size: int, most: int) -> int:
-    """Return the largest power of two that divides a size, or `most`."""
+    """Return the largest power of two that divides `size`, but at most `most`."""
     return min(most, size & -size)
 
 
@@ -59,26 +61,26 @@ def product_kernel(
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
 ):
-    """Compute a block [ROWS, COLUMNS] of out [P, F], all of it of one expert.
+    """Compute a block [ROWS, COLUMNS] of out [P, F], for one expert.
 
-    Grid: (F / COLUMNS, P // ROWS + E). So blocks which run together share rows, and then an
-    expert's weights, in the L2 cache.
+    Grid: (F / COLUMNS, P // ROWS + E). In this order, blocks that run together share rows, and then
+    an expert's weights, in the L2 cache.
     """
     block = tl.program_id(1)
-    # The blocks of expert e are numbered from its first row // ROWS + e. That leaves each expert as
-    # many numbers as it can need, since ceil((end - start) / ROWS) <= end // ROWS - start // ROWS +
-    # 1, without a sum over those before.
+    # The blocks of expert e are numbered from start // ROWS + e, with its first row `start`. This
+    # leaves enough numbers for each expert, without a sum over the experts before, because
+    #     ceil((end - start) / ROWS) <= end // ROWS - start // ROWS + 1
     e = tl.arange(0, EXPERTS)  # a power of two
     ends = tl.load(expert_end + e, mask=e < n_experts, other=0)
     expert = tl.sum(((e < n_experts) & (ends // ROWS + e + 1 <= block)).to(tl.int32), axis=0)
     start = tl.load(expert_end + expert - 1, mask=expert > 0, other=0)
     end = tl.load(expert_end + expert, mask=expert < n_experts, other=0)
     first = start + (block - start // ROWS - expert) * ROWS
-    if first >= end:  # a number that its expert does not need, or after the last expert
+    if first >= end:  # a number that the expert does not need, or after the last expert
         return
     p = first + tl.arange(0, ROWS)
     is_of_expert = (p < end)[:, None]
-    p = p[:, None].to(tl.int64)  # P * D may pass 2^31
+    p = p[:, None].to(tl.int64)  # P * D may exceed 2^31
     d = tl.arange(0, DEPTH)
     f = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     a = rows + p * D + d[None, :]  # [ROWS, DEPTH]
@@ -105,10 +107,11 @@ def weight_grad_kernel(
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
 ):
-    """Compute a block [ROWS, COLUMNS] of an expert's out [D, F].
+    """Compute a block [ROWS, COLUMNS] of an expert's out [D, F]:
 
-    out is the sum over the expert's rows p of rows[p, :, None] * grad[p], so zeros for an expert
-    without rows. Grid: (F / COLUMNS, D / ROWS, E).
+        out = sum over the expert's rows p of rows[p, :, None] * grad[p]
+
+    Without rows it is zero. Grid: (F / COLUMNS, D / ROWS, E).
     """
     expert = tl.program_id(2)
     start = tl.load(expert_end + expert - 1, mask=expert > 0, other=0)
@@ -119,7 +122,7 @@ def weight_grad_kernel(
     for first in range(start, end, DEPTH):
         p = first + tl.arange(0, DEPTH)
         is_of_expert = p < end
-        p = p.to(tl.int64)  # P * D may pass 2^31
+        p = p.to(tl.int64)  # P * D may exceed 2^31
         # [ROWS, DEPTH]
         a = tl.load(rows + p[None, :] * D + d[:, None], mask=is_of_expert[None, :], other=0.0)
         # [DEPTH, COLUMNS]
@@ -131,8 +134,8 @@ def weight_grad_kernel(
 
 @torch.library.custom_op("spider::grouped_product", mutates_args=())
 def grouped_product(rows: Tensor, weights: Tensor, expert_end: Tensor) -> Tensor:
-    """Multiply rows [P, D], sorted by expert, by their experts' weights [E, D, F]; expert_end [E]
-    int32 -> [P, F].
+    """Multiply the rows [P, D] of each expert by its weights [E, D, F]; expert_end [E] int32
+    -> [P, F].
 
     Rows after the last expert's, and their gradients, are uninitialized: nothing may sum over
     them."""
@@ -144,7 +147,7 @@ def grouped_product(rows: Tensor, weights: Tensor, expert_end: Tensor) -> Tensor
     if len(rows) >= LARGE_FROM * n_experts:
         height = LARGE_BLOCK
     warps = WARPS[height]
-    if rows.dtype == torch.float32:  # its products take no tensor cores, and more registers
+    if rows.dtype == torch.float32:  # fp32 products use no tensor cores and more registers
         height = SMALL_BLOCK
         warps = WARPS[LARGE_BLOCK]
     product_kernel[f // columns, len(rows) // height + n_experts](
@@ -168,8 +171,8 @@ def grouped_product(rows: Tensor, weights: Tensor, expert_end: Tensor) -> Tensor
 
 @torch.library.custom_op("spider::grouped_weight_grad", mutates_args=())
 def weight_grad(rows: Tensor, grad: Tensor, expert_end: Tensor) -> Tensor:
-    """Compute the gradient [E, D, F] of grouped_product's weights: rows [P, D], grad [P, F] of its
-    result."""
+    """Compute the gradient [E, D, F] of grouped_product's weights from rows [P, D] and the gradient
+    [P, F] of its result."""
     rows = rows.contiguous()
     grad = grad.contiguous()
     d = rows.shape[1]
@@ -193,8 +196,8 @@ def weight_grad(rows: Tensor, grad: Tensor, expert_end: Tensor) -> Tensor:
     return out
 
 
-# What torch.compile is told of the operations: the shapes of their results, and the gradient. Here
-# len would fix a compiled graph to this number of rows, so these read shape[0].
+# For torch.compile: the shapes of the results, and the gradient. These use shape[0], because len
+# would fix a compiled graph to this number of rows.
 
 
 @grouped_product.register_fake

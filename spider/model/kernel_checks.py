@@ -1,4 +1,4 @@
-"""Check a kernel on the device at hand: its results beside exact ones, before it is used."""
+"""Test a kernel on this device before it is used: compare its results with exact ones."""
 
 import re
 from collections.abc import Callable, Iterable, Sequence
@@ -9,23 +9,23 @@ from torch import Tensor
 
 
 class Check(NamedTuple):
-    """A result of a kernel beside the exact one."""
+    """A result of a kernel, and the exact result."""
 
     name: str
     result: Tensor
     exact: Tensor  # NaN where the kernel may return anything
-    tolerance: float = 0.0  # norm of the difference, relative to that of the exact result
+    tolerance: float = 0.0  # norm of the difference, relative to the norm of the exact result
 
 
 def find_wrong(checks: Iterable[Check]) -> str | None:
-    """Name the first result that is off by more than its tolerance, or return None. Those after it
-    are not computed."""
+    """Describe the first result that is off by more than its tolerance, or return None. Later
+    results are not computed."""
     for name, result, exact, tolerance in checks:
         exact = exact.to(result.dtype).float()
         is_free = exact.isnan()
         error = (result.float() - exact).masked_fill(is_free, 0).norm()
         size = exact.masked_fill(is_free, 0).norm()
-        if not error <= tolerance * size:  # also NaN
+        if not error <= tolerance * size:  # true for NaN, too
             return f"{name} is off by {float(error / size):.1%}"
     return None
 
@@ -37,17 +37,15 @@ def value_and_gradients(
     *constants: Tensor,
 ) -> list[Tensor]:
     """Return a function's value and the gradients of its operands. upstream: the gradient of the
-    value. constants: further arguments."""
+    value. constants: other arguments."""
     leaves = [operand.detach().requires_grad_() for operand in operands]
     value = function(*leaves, *constants)
     return [value.detach(), *torch.autograd.grad(value, leaves, upstream)]
 
 
 def first_error(fault: Exception) -> str:
-    """Describe an error in one line.
-
-    A compiler prints the source before its errors: then this is the first line with an error.
-    """
+    """Describe an error in one line: the first line that reports an error, since compilers print
+    the source first, else the first line."""
     lines = [line.strip() for line in str(fault).splitlines() if line.strip()]
     first = lines[0] if lines else ""
     for line in lines:

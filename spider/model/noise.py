@@ -1,6 +1,7 @@
-"""Randomness as a function of seed and position: neither ranks, micro-steps nor restarts change it.
+"""Randomness as a function of seed and position, so that ranks, micro-steps and restarts do not
+change it.
 
-Torch is imported in functions, since data.py draws its order without it.
+Functions import torch themselves, because data.py draws its order without torch.
 """
 
 from __future__ import annotations
@@ -17,17 +18,17 @@ if TYPE_CHECKING:
 
 
 def step_seed(seed: int, step: int, purpose: str) -> int:
-    """Derive a seed below 2^62 for one purpose in one step."""
+    """Return a seed below 2^62 for one purpose in one step."""
     text = f"{purpose}:{seed}:{step}"
     digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 2
 
 
 def splitmix(start: Integers | int, index: Integers) -> Integers:
-    """Return the numbers at `index` of the SplitMix64 sequence from `start` (Steele et al. 2014).
+    """Return element `index` of the SplitMix64 sequence with seed `start` (Steele et al. 2014).
 
     Both are int64, tensors or NumPy arrays. Products wrap around, as in uint64. The algorithm's
-    constants are written as the negative int64 with the same bits."""
+    constants are written as negative int64 with the same bits."""
     z = start + index * (0x9E3779B97F4A7C15 - (1 << 64))
     z = (z ^ _shift_right(z, 30)) * (0xBF58476D1CE4E5B9 - (1 << 64))
     z = (z ^ _shift_right(z, 27)) * (0x94D049BB133111EB - (1 << 64))
@@ -35,12 +36,12 @@ def splitmix(start: Integers | int, index: Integers) -> Integers:
 
 
 def _shift_right(z: Integers, bits: int) -> Integers:
-    """Shift int64 to the right as if it were unsigned: >> would repeat the sign."""
+    """Shift int64 right as if it were unsigned: >> alone would repeat the sign bit."""
     return (z >> bits) & ((1 << (64 - bits)) - 1)
 
 
 def uniform(number: Tensor) -> Tensor:
-    """Map random int64 to fp32 in (0, 1), by their upper 24 bits."""
+    """Map random int64 to fp32 in (0, 1), using the upper 24 bits."""
     upper_bits = (number >> 40) & 0xFFFFFF
     return (upper_bits.float() + 0.5) / (1 << 24)
 
@@ -48,9 +49,9 @@ def uniform(number: Tensor) -> Tensor:
 def byte_noise(
     seed: int | Tensor | None, sequences: int, length: int, device: torch.device
 ) -> Tensor:
-    """Return a random number per byte, int64 [sequences, length]; row i is a function of seed + i.
+    """Draw a random number per byte, int64 [sequences, length]; row i is a function of seed + i.
 
-    Without a seed, torch's default generator draws them."""
+    Without a seed, use torch's default generator."""
     import torch
 
     if seed is None:
@@ -61,18 +62,18 @@ def byte_noise(
 
 
 def apply_dropout(x: Tensor, rate: float, noise: Tensor | None, site: int) -> Tensor:
-    """Apply dropout of a rate to x [n, D]; without noise return x.
+    """Apply dropout to x [tokens, hidden_size]; without noise, return x.
 
-    The mask is a function of the row's noise, int64 [n], the column and the site. A site is a place
-    in the model, so that each has another mask."""
+    The mask is a function of the token's noise, int64 [tokens], the column and the site: a number
+    for each place in the model that has dropout, so that each has its own mask."""
     if noise is None or not rate:
         return x
     import torch
 
     column = torch.arange(1, x.shape[1] + 1, device=x.device)
     salt = splitmix(site, column).int()
-    # A 32-bit hash of row and column, in place: multiply, shift right and XOR, multiply.
+    # A 32-bit hash of noise and column, in place: multiply, shift right and XOR, multiply.
     z = (noise.int()[:, None] ^ salt).mul_(0x2C1B3C6D)
     z = ((z >> 15) & 0x1FFFF).bitwise_xor_(z).mul_(0x297A2D39)
-    threshold = round((rate - 0.5) * (1 << 32))  # a share `rate` of all int32 is below it
+    threshold = round((rate - 0.5) * (1 << 32))  # the fraction `rate` of all int32 is below it
     return x * (z >= threshold) / (1 - rate)

@@ -1,25 +1,27 @@
-"""Segments of bytes: pool the bytes of each, and unpool segments to bytes.
+"""Segments of bytes: pool bytes to segments, and unpool segments to bytes.
 
-Let b_t be 1 where a segment ends with byte t, else 0, and let sums run over bytes of one document.
+Let b_t be 1 if a segment ends with byte t, else 0. Within a document,
 
     c_t = sum of b_u over u < t          index of the segment that byte t belongs to
     w_t = 1 + c_t - stopgrad(c_t)        1, with the gradient of the index
-    z_s = sum of w_t h_t / sum of w_t    over bytes t with c_t = s: mean of segment s
+    z_s = sum of w_t h_t / sum of w_t    over the bytes t with c_t = s: mean of segment s
     f_t = sum of b_u over u <= t         segments that have ended at or before byte t
 
-Pooling returns z (FlexiTokens, arXiv 2507.12720). Its gradient with respect to b runs through w
-alone. Bytes after a document's last boundary belong to no finished segment. Unpooling gives byte t
-the segment f_t - 1, the last that ended at or before it. Therefore it is causal without a shift.
-Where f_t is 0, the byte receives a learned null row instead.
+Pooling returns z (FlexiTokens, arXiv 2507.12720). The gradient reaches b through w alone. Unpooling
+gives byte t segment f_t - 1, the last segment that ended at or before it, so it is causal without a
+shift. If f_t is 0, the byte gets a learned null output (-) instead.
 
-In decoding, the bytes after the last boundary are an open segment, which later steps continue.
+    b_t              0 0 1 0 1 0 0
+    c_t              0 0 0 1 1 2 2    the last two bytes are an open segment, which is not pooled;
+    f_t              0 0 1 1 2 2 2    in decoding, later steps continue it
+    segment f_t - 1  - - 0 0 1 1 1
 
 Shapes, as suffixes of names:
     M  bytes
     N  segments
     B  documents
     D  hidden size
-    O  segment offsets (see segment_offsets), each with its own row in unpooling
+    O  segment offsets: a segment can have a different output at each distance from its end
 """
 
 import torch
@@ -28,11 +30,11 @@ from torch import Tensor
 
 
 def pool_segments(h: Tensor, b: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the mean of each finished segment's bytes, in O(M * D), with the gradient of the
-    published dense einsum.
+    """Average the bytes of each finished segment, in O(M * D), with the gradient of the published
+    dense einsum.
 
-    h [M, D]; b [M] with a straight-through gradient; cu_seqlens int32 [B + 1]. Returns z [N, D],
-    documents in order, and segment_cu_seqlens int32 [B + 1]. Waits for the device."""
+    h [M, D]; b [M] with a straight-through gradient; cu_seqlens int32 [B + 1]. Return z [N, D],
+    documents in order, and segment_cu_seqlens int32 [B + 1]. This waits for the device."""
     sums, weights, segment_cu_seqlens = sum_segments(h, b, cu_seqlens)
     documents = len(cu_seqlens) - 1
     segments = len(sums) - documents
@@ -43,19 +45,23 @@ def pool_segments(h: Tensor, b: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Ten
 def sum_segments(h: Tensor, b: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Sum the bytes of each segment: numerator and denominator of pool_segments.
 
-    Returns the sums of w_t h_t [N + B, D] and of w_t [N + B, 1], of the finished segments and then
-    of an open one per document; and segment_cu_seqlens int32 [B + 1] of the finished ones. Waits
-    for the device."""
+    Return the sums of w_t h_t [N + B, D] and of w_t [N + B, 1], and segment_cu_seqlens int32
+    [B + 1] of the finished segments. This waits for the device.
+
+        row of the sums   is for
+        0 to N - 1        the finished segments, counted over all documents
+        N + d             the open segment of document d, which may have no bytes"""
     documents = len(cu_seqlens) - 1
     document_M, ended_M = _documents_and_segments(b, cu_seqlens)
     segment_cu_seqlens = F.pad(ended_M, (1, 0)).index_select(0, cu_seqlens)
     segments = int(segment_cu_seqlens[-1])  # host synchronisation
 
-    # The row of each byte's sum, counted over all documents.
+    # The row of each byte: its segment if that has finished, else its document's open segment.
     segment_M = ended_M - b.detach().round().long()
     first_of_next = segment_cu_seqlens.index_select(0, document_M + 1)
     row_M = torch.where(segment_M < first_of_next, segment_M, segments + document_M)
 
+    # c and w, whose gradient reaches b
     boundaries_before = b.cumsum(0) - b
     before_document = boundaries_before.index_select(0, cu_seqlens.index_select(0, document_M))
     c_M = boundaries_before - before_document
@@ -68,8 +74,9 @@ def sum_segments(h: Tensor, b: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tens
 
 
 def add_open_segments(sums: Tensor, segment_cu_seqlens: Tensor, open_sums: Tensor) -> Tensor:
-    """Add the sums [B, D] of the segments that the last decoding step left open to the sums
-    [N + B, D] of this step, see sum_segments. A document's first segment continues its open one."""
+    """Add the sums [B, D] of the segments that the previous decoding step left open to the sums
+    [N + B, D] of this step (see sum_segments), whose first segment in each document continues the
+    open segment."""
     open_row_B = torch.arange(len(sums) - len(open_sums), len(sums), device=sums.device)
     has_finished_B = segment_cu_seqlens.diff() > 0
     row_B = torch.where(has_finished_B, segment_cu_seqlens[:-1], open_row_B)
@@ -77,9 +84,9 @@ def add_open_segments(sums: Tensor, segment_cu_seqlens: Tensor, open_sums: Tenso
 
 
 class _SumRows(torch.autograd.Function):
-    """Multiply rows h [M, D] by weights [M] and sum them by target row [M], to [rows, D].
+    """Add weight[m] * h[m] to row `row[m]` of the sums: [M, D] -> [rows, D].
 
-    Unlike autograd's own, it does not save the products."""
+    Unlike autograd, it does not save the products."""
 
     @staticmethod
     def forward(ctx, h, weight, row, rows):
@@ -104,20 +111,20 @@ def unpool_segments(
     offset: Tensor | None = None,
     back: int = 0,
 ) -> Tensor:
-    """Give each byte the last segment of its document that ended at or before it, [M, D].
+    """Give each byte the last segment of its document that ended at or before it: [M, D].
 
     z [N, D]; b [M], which gets no gradient; cu_seqlens and segment_cu_seqlens int32 [B + 1]. null
-    [D] or [B, D]: for bytes before a document's first boundary. With `offset` [M] a segment has a
-    row per segment offset, z [N, O, D], null [O, D] or [B, O, D], and a byte gets the row of its
-    offset. `back`: take the segment that many before."""
+    [D] or [B, D]: for bytes before a document's first boundary. offset [M]: the segment offset of
+    each byte, if a segment has an output per offset: z [N, O, D], null [O, D] or [B, O, D]. back:
+    give each byte the segment this many before the last."""
     document_M, ended_M = _documents_and_segments(b, cu_seqlens)
     ended_M = ended_M - back
     null = null.view(-1, *z.shape[1:])
-    null_output = len(null)  # 1 or B
+    nulls = len(null)  # 1 or B
     rows = torch.cat((null.to(z.dtype), z))
     has_segment = ended_M > segment_cu_seqlens.index_select(0, document_M)
-    row_of_segment = null_output + ended_M - 1
-    row_of_null = document_M.clamp_max(null_output - 1)
+    row_of_segment = nulls + ended_M - 1
+    row_of_null = document_M.clamp_max(nulls - 1)
     row_M = torch.where(has_segment, row_of_segment, row_of_null)
     if offset is not None:
         row_M = row_M * z.shape[1] + offset
@@ -128,11 +135,11 @@ def unpool_segments(
 def segment_offsets(
     boundary_M: Tensor, start_M: Tensor, count: int, open_bytes: Tensor | int = 0
 ) -> Tensor:
-    """Return each byte's segment offset, its distance from a boundary: int64 [M].
+    """Return each byte's segment offset, int64 [M]: its distance from the last boundary, at most
+    count - 1. Before the first boundary, count as if one preceded the document.
 
-    It is 0 at the boundary and at most count - 1. boundary_M: see last_boundary. start_M: the first
-    byte of each byte's document, from which bytes before its first boundary count. open_bytes [M]:
-    in decoding, earlier bytes since the last boundary."""
+    boundary_M: from last_boundary. start_M: the first byte of each byte's document. open_bytes [M]:
+    in decoding, the bytes of earlier steps since the last boundary."""
     byte_M = torch.arange(len(boundary_M), device=boundary_M.device)
     before_start_M = start_M - 1 - open_bytes
     origin_M = torch.where(boundary_M < start_M, before_start_M, boundary_M)
@@ -140,32 +147,32 @@ def segment_offsets(
 
 
 def last_boundary(b: Tensor) -> Tensor:
-    """Return the last byte at or before each byte where b [M] is 1, int64 [M]; -1 before the
-    first."""
+    """Return the last boundary at or before each byte, int64 [M]; -1 before the first boundary."""
     byte_M = torch.arange(len(b), device=b.device)
     return torch.where(b.detach() > 0, byte_M, -1).cummax(0).values
 
 
 def boundary_before_last(b: Tensor) -> Tensor:
-    """Return the boundary before the last one, int64 [M]; -1 before the second."""
+    """Return the boundary before each byte's last boundary, int64 [M]; -1 before the second."""
     last_M = last_boundary(b)
     last_before_M = F.pad(last_M, (1, -1), value=-1)  # not at the byte itself
     return last_before_M.index_select(0, last_M.clamp_min(0))
 
 
-def segment_ends(b: Tensor, rows: int) -> Tensor:
-    """Return the last byte of each segment, int64 [rows], from boundaries b [M].
+def segment_ends(b: Tensor, tokens: int) -> Tensor:
+    """Return the last byte of each segment, int64 [tokens], from boundaries b [M].
 
-    rows: N or more; the last byte of the rows after N, which are padding, is 0."""
+    tokens: the number of segments, padding included; padding gets byte 0."""
     byte_M = torch.arange(len(b), device=b.device)
     segment_M = b.detach().round().long().cumsum(0) - 1
-    row_M = torch.where(b.detach() > 0, segment_M, rows)  # bytes inside segments: a row to drop
-    return byte_M.new_zeros(rows + 1).index_copy_(0, row_M, byte_M)[:rows]
+    # bytes inside segments go to an extra element, which is cut off
+    token_M = torch.where(b.detach() > 0, segment_M, tokens)
+    return byte_M.new_zeros(tokens + 1).index_copy_(0, token_M, byte_M)[:tokens]
 
 
 def _documents_and_segments(b: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
-    """Return for each byte, int64 [M], its document, and the number of segments that ended at or
-    before it, counted over all documents."""
+    """Return two int64 [M]: the document of each byte, and how many segments ended at or before it,
+    counted over all documents."""
     byte_M = torch.arange(len(b), device=b.device)
     document_M = torch.searchsorted(cu_seqlens[1:], byte_M, right=True)
     ended_M = b.detach().round().long().cumsum(0)

@@ -1,4 +1,4 @@
-"""Initial values against the table in the docstring of spider_model.init_weights, by statistics.
+"""Initial values against the table in the docstring of Spider.init_weights, by statistics.
 
 The table's numbers are written here a second time. Statistics are over REPEATS initializations.
 """
