@@ -35,7 +35,7 @@ from spider import machine
 from spider.errors import end_by_exceptions, run_program
 from spider.training import estimate
 from spider.training.distributed import World
-from spider.training.plan import Plan, settle
+from spider.training.resolve import Plan, settle
 
 
 def wait(device: torch.device):

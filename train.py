@@ -70,7 +70,7 @@ from spider.training.distributed import Sharded, World, shard_model, sharding_of
 from spider.training.fp8 import convert_to_fp8, describe_fp8
 from spider.training.log import StepLog, describe_recipe, describe_run, log_end
 from spider.training.optim import Optimizers
-from spider.training.plan import (
+from spider.training.resolve import (
     Plan,
     horizon_warnings,
     print_dry_run,
@@ -513,8 +513,8 @@ def fitted_warmup(flags: Flags, config: SpiderConfig) -> int:
 
 
 def ten_evaluations(flags: Flags, config: SpiderConfig) -> int:
-    """Return the steps between evaluations, for ten of them in a run; plan.with_evaluations limits
-    what they cost."""
+    """Return the steps between evaluations, for ten of them in a run; resolve.with_evaluations
+    limits what they cost."""
     return max(1, math.ceil(steps_of(flags) / 10))
 
 

@@ -42,7 +42,7 @@ from spider.training.state import copy_to_host, load_model
 
 if TYPE_CHECKING:
     from data import Loader
-    from spider.training.plan import Plan
+    from spider.training.resolve import Plan
     from spider_model import Spider
 
 REQUIRED = {"model_state_dict", "optimizer_state_dict", "step", "cfg"}

@@ -24,7 +24,7 @@ from spider.training.fp8 import takes_fp8
 from spider.training.optim import ENGRAM_TABLES, Read, kinds_of
 
 if TYPE_CHECKING:
-    from spider.training.plan import Plan
+    from spider.training.resolve import Plan
     from spider_model import Spider
 
 

@@ -13,9 +13,9 @@ from preparing import source
 from spider import machine
 from spider.config import SpiderConfig
 from spider.errors import UsageError
-from spider.training import plan
+from spider.training import resolve
 from spider.training.checkpoint import FROM_SCRATCH, Origin
-from spider.training.plan import (
+from spider.training.resolve import (
     horizon_warnings,
     splits_of,
     with_minutes,
@@ -67,7 +67,7 @@ def test_the_recipe_is_that_of_the_flag_the_checkpoint_or_the_device(
     name, has_bf16, memory = device
     monkeypatch.setattr(machine, "multiplies_bf16", lambda _: has_bf16)
     monkeypatch.setattr(machine, "memory_of", lambda _: memory)
-    assert plan.recipe_of(model, checkpoint, torch.device(name)) == recipe
+    assert resolve.recipe_of(model, checkpoint, torch.device(name)) == recipe
 
 
 @pytest.mark.parametrize(
@@ -100,7 +100,7 @@ def test_a_resumed_run_of_minutes_keeps_its_horizon(argv, resumes, target_tokens
 def test_minutes_for_a_run_that_was_started_without_them_are_refused():
     """They chose its horizon: another run would continue it unasked."""
     with pytest.raises(UsageError, match="without it: leave it out"):
-        plan.check_minutes(replace(Flags(), minutes=0.05), {})
+        resolve.check_minutes(replace(Flags(), minutes=0.05), {})
 
 
 @pytest.mark.parametrize(
@@ -204,7 +204,7 @@ def of_horizon(argv: str, config=TINY) -> Flags:
     """Return the flags of `tiny` in steps of 4,096 bytes."""
     flags, given, _ = command(argv)
     flags = replace(flags, seq_len=64, n_loops=1, global_batch=4096)
-    return plan.with_horizon(flags, given, RECIPES["tiny"], on_meta(config))
+    return resolve.with_horizon(flags, given, RECIPES["tiny"], on_meta(config))
 
 
 def test_a_horizon_by_flops_or_parameters_is_within_the_bounds_of_its_flag():
@@ -262,7 +262,7 @@ def test_the_evaluations_of_a_recipe_take_at_most_a_sixth_of_the_training_unless
 def test_a_resumed_run_evaluates_as_many_bytes_as_before_that_limit(resumes, recorded, eval_tokens):
     asked = settled("--model", "tiny", "--target_tokens", str(25 * 4096))
     checkpoint = origin(resumes, flags=dict(eval_tokens=recorded))
-    flags = plan.with_evaluations(asked, 111_542, checkpoint).flags
+    flags = resolve.with_evaluations(asked, 111_542, checkpoint).flags
     assert (flags.eval_every, flags.eval_tokens) == (25, eval_tokens)
 
 
@@ -333,21 +333,21 @@ def test_auto_keeps_a_kernel_only_where_all_ranks_chose_it(
     world = world_of()
     kernels = iter(KERNELS)
     world.all = lambda agrees: elsewhere == next(kernels) and agrees
-    monkeypatch.setattr(plan, "resolve_backend", lambda *_: (here, ""))
-    flags = plan.with_machine(replace(Flags(), moe_backend=asked), TINY, world)
+    monkeypatch.setattr(resolve, "resolve_backend", lambda *_: (here, ""))
+    flags = resolve.with_machine(replace(Flags(), moe_backend=asked), TINY, world)
     assert flags.moe_backend == kept
 
 
 def test_the_expert_backend_is_chosen_for_the_dtype_of_the_products(monkeypatch):
     dtypes = []
 
-    def resolve(asked, device, config, dtype, compiles):
+    def record(asked, device, config, dtype, compiles):
         dtypes.append(dtype)
         return "grouped", ""
 
-    monkeypatch.setattr(plan, "resolve_backend", resolve)
+    monkeypatch.setattr(resolve, "resolve_backend", record)
     for precision in ("fp32", "bf16", "fp8"):
-        plan.with_machine(replace(Flags(), precision=precision), TINY, world_of())
+        resolve.with_machine(replace(Flags(), precision=precision), TINY, world_of())
     assert dtypes == [torch.float32, torch.bfloat16, torch.bfloat16]
 
 
