@@ -35,7 +35,8 @@ from spider import machine
 from spider.errors import end_by_exceptions, run_program
 from spider.training import estimate
 from spider.training.distributed import World
-from spider.training.resolve import Plan, settle
+from spider.training.plan import Plan
+from spider.training.resolve import settle
 
 
 def wait(device: torch.device):

@@ -24,7 +24,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import cache, partial
@@ -70,8 +70,8 @@ from spider.training.distributed import Sharded, World, shard_model, sharding_of
 from spider.training.fp8 import convert_to_fp8, describe_fp8
 from spider.training.log import StepLog, describe_recipe, describe_run, log_end
 from spider.training.optim import Optimizers
+from spider.training.plan import CommandLine, Plan, Recipe, Rule
 from spider.training.resolve import (
-    Plan,
     horizon_warnings,
     print_dry_run,
     recipe_of,
@@ -350,14 +350,6 @@ HORIZONS = ("target_tokens", "minutes", "target_flops", "target_param_data_ratio
 ALTERNATIVES = (HORIZONS, ("grad_accum", "global_batch"), ("data_dir", "mock_data", "text"))
 
 
-class CommandLine(NamedTuple):
-    """The flags of a run before anything is resolved."""
-
-    flags: Flags
-    given: frozenset[str]  # names of the flags that were set anywhere
-    inherited: dict[str, dict[str, Any]]  # those that others than the command line set, by source
-
-
 def flag_parser(prog: str = "train.py", description: str | None = __doc__) -> Parser:
     """Make the parser of Flags. What it parses holds only the flags that are given."""
     parser = Parser(prog=prog, description=description, argument_default=argparse.SUPPRESS)
@@ -479,15 +471,6 @@ def print_help(words: list[str], environ: Mapping[str, str]):
 # --------------------------------------------------------------------------------------------------
 # Recipes: defaults of flags by model
 
-Rule = Callable[[Flags, SpiderConfig], float]
-
-
-class Recipe(NamedTuple):
-    """The defaults of a model, where they differ from those of Flags."""
-
-    values: dict[str, Any]
-    rules: dict[str, Rule]  # for flags that depend on the horizon, which is settled then
-
 
 def steps_of(flags: Flags) -> float:
     """Return the horizon in optimizer steps."""
@@ -607,6 +590,11 @@ def clears_tables(flags: Flags, loader: Loader, first: int) -> bool:
     bytes_left = flags.target_tokens - first * flags.seq_len
     epochs_left = bytes_left * loader.share / loader.targets
     return flags.engram_reset and float(loader.share @ epochs_left) >= 0.5
+
+
+def most_epochs(flags: Flags, loader: Loader) -> float:
+    """Return how often the horizon reads a source, the most of all sources."""
+    return float((flags.target_tokens * loader.share / loader.targets).max())
 
 
 def dropout_at(flags: Flags, loader: Loader, first: int) -> float:
@@ -1069,7 +1057,7 @@ def main(
             raise UsageError("--minutes times steps on one process: use --target_tokens")
         plan = with_minutes(plan, held_out, time_steps(plan, world, loader))
     flags = plan.flags
-    progress, changed = progress_of(origin, plan, loader)
+    progress, changed = progress_of(origin, plan, loader.mixture, loader.epoch)
     bytes_left = max(0, flags.target_tokens - progress.bytes_seen)
     horizon = progress.step + math.ceil(bytes_left / plan.step_bytes)  # the schedule's last step
     last_step = flags.max_steps or horizon
@@ -1078,7 +1066,7 @@ def main(
     # What was chosen, and whether there is something to do
     remarks = describe_run(plan, sources, last_step, command.inherited, world)
     rate_of = partial(lr_factor, horizon=horizon, flags=flags)
-    warnings = horizon_warnings(plan, loader, horizon, rate_of)
+    warnings = horizon_warnings(plan, most_epochs(flags, loader), horizon, rate_of)
     if flags.dry_run:
         if not world.is_rank0:
             return 0

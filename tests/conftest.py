@@ -39,7 +39,8 @@ from spider.model.memory import EngramTable, MatchMemory
 from spider.training import curves, estimate
 from spider.training.checkpoint import find_checkpoints
 from spider.training.distributed import World
-from spider.training.resolve import Plan, settle
+from spider.training.plan import Plan
+from spider.training.resolve import settle
 from spider.training.run import RunProgress
 from spider_model import Spider
 from tile_moe import multiplies_at_once

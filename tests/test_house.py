@@ -67,7 +67,7 @@ OUTSIDE = {
     "bench",
 }
 OF_TRAIN = {
-    "spider.training.resolve",
+    "spider.training.plan",
     "spider.training.log",
 }  # parts of train.py that nobody uses beside others
 TRAINING = OF_TRAIN | {

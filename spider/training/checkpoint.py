@@ -26,7 +26,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, fields, replace
 from operator import attrgetter
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 import torch
 from loguru import logger
@@ -37,13 +37,10 @@ from spider.config import LARGEST, PRESETS, SEQ_LEN, Range, SpiderConfig
 from spider.errors import CheckpointError, UsageError
 from spider.training.distributed import World
 from spider.training.optim import Optimizers
+from spider.training.plan import Plan
 from spider.training.run import RunProgress
 from spider.training.state import copy_to_host, load_model
-
-if TYPE_CHECKING:
-    from data import Loader
-    from spider.training.resolve import Plan
-    from spider_model import Spider
+from spider_model import Spider
 
 REQUIRED = {"model_state_dict", "optimizer_state_dict", "step", "cfg"}
 # types of a checkpoint's entries
@@ -178,7 +175,7 @@ def recorded(state: dict) -> dict:
     return known
 
 
-def check_weights(path: Path, state: dict, model: "Spider"):
+def check_weights(path: Path, state: dict, model: Spider):
     """Raise CheckpointError unless a state's weights have the names, shapes and kinds of a model's,
     which may be on the meta device. Name the settings in which their configs differ."""
     with reading(path):
@@ -585,7 +582,7 @@ MIXTURE = {"targets": "the size of the data", "shares": "the mixture of the data
 NOT_COMPARED = {"minutes", "data_dir", "micro_batch"}
 
 
-def changes_since(state: dict, plan: "Plan", mixture: dict[str, Any]) -> dict[str, str]:
+def changes_since(state: dict, plan: Plan, mixture: dict[str, Any]) -> dict[str, str]:
     """Compare a plan with the checkpoint that it resumes from: describe each change by name.
 
     What an older checkpoint lacks counts as unchanged."""
@@ -601,10 +598,12 @@ def changes_since(state: dict, plan: "Plan", mixture: dict[str, Any]) -> dict[st
 
 
 def progress_of(
-    origin: Origin, plan: "Plan", loader: "Loader"
+    origin: Origin, plan: Plan, mixture: dict[str, Any], epoch_of: Callable[[int], int]
 ) -> tuple[RunProgress, dict[str, str]]:
     """Return the progress of the run that a checkpoint continues, and its `changes_since`; for
     other runs that of step 0, and no change.
+
+    mixture: see changes_since. epoch_of: returns the epoch of a sequence of the data.
 
     Losses that the changes make incomparable are forgotten. Raise CheckpointError if --reset_steps
     is given, but the run was trained on other data: this is another fine-tune of its weights."""
@@ -617,7 +616,7 @@ def progress_of(
         assert origin.state is not None
         names = vars(progress).keys() & origin.state.keys()
         progress = replace(progress, **{name: origin.state[name] for name in names})
-        changed = changes_since(origin.state, plan, loader.mixture)
+        changed = changes_since(origin.state, plan, mixture)
         if flags.reset_steps and MIXTURE.keys() & changed.keys():
             raise CheckpointError(
                 f"--reset_steps: the run in {flags.ckpt_dir} was trained on other data: name a new "
@@ -628,13 +627,13 @@ def progress_of(
         progress.forget_losses(evaluations=bool(evaluates & changed.keys()))
         # With more data the position may be in an earlier epoch; tables are cleared when an epoch
         # exceeds this one.
-        epoch = loader.epoch(progress.next_sequence(flags.seq_len))
+        epoch = epoch_of(progress.next_sequence(flags.seq_len))
         progress.epoch = min(progress.epoch, epoch)
     progress.n_loops = flags.n_loops
     return progress, changed
 
 
-def check_finished(origin: Origin, plan: "Plan", progress: RunProgress, changed: dict[str, str]):
+def check_finished(origin: Origin, plan: Plan, progress: RunProgress, changed: dict[str, str]):
     """Check a run that has no step left to train. Raise UsageError if it has other settings than
     its checkpoint, or another directory, and Diverged if it had diverged."""
     progress.check_divergence(1)
@@ -654,7 +653,7 @@ def check_finished(origin: Origin, plan: "Plan", progress: RunProgress, changed:
 
 def restore(
     origin: Origin,
-    plan: "Plan",
+    plan: Plan,
     model: nn.Module,
     optimizers: Optimizers,
     progress: RunProgress,

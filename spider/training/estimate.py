@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Container, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -22,17 +22,14 @@ from spider.training.checkpoint import checkpoint_paths
 from spider.training.distributed import World
 from spider.training.fp8 import takes_fp8
 from spider.training.optim import ENGRAM_TABLES, Read, kinds_of
-
-if TYPE_CHECKING:
-    from spider.training.resolve import Plan
-    from spider_model import Spider
-
+from spider.training.plan import Plan
+from spider_model import Spider
 
 # --------------------------------------------------------------------------------------------------
 # Parameters and FLOPs
 
 
-def parameter_table(model: "Spider") -> dict[str, tuple[int, float]]:
+def parameter_table(model: Spider) -> dict[str, tuple[int, float]]:
     """Count the parameters of each component, and those of them that a byte uses; core layers count
     once, experts top-k."""
     config = model.config
@@ -49,7 +46,7 @@ def parameter_table(model: "Spider") -> dict[str, tuple[int, float]]:
     return table
 
 
-def uses_of_matrices(model: "Spider", segments_per_byte: float, n_loops: int) -> dict[str, float]:
+def uses_of_matrices(model: Spider, segments_per_byte: float, n_loops: int) -> dict[str, float]:
     """Return how often a byte multiplies by each matrix, or by a matrix of each stack, on
     average."""
     c = model.config
@@ -70,7 +67,7 @@ def uses_of_matrices(model: "Spider", segments_per_byte: float, n_loops: int) ->
 
 
 def flops_per_byte(
-    model: "Spider",
+    model: Spider,
     bytes_per_segment: float,
     n_loops: int,
     seq_len: int,
@@ -137,7 +134,7 @@ def state_size(model: nn.Module, optimizer: str) -> StateSize:
     return StateSize(4 * dense, 4 * in_tables, state, 4 * sum(map(len, tables)))
 
 
-def estimate_memory(plan: "Plan", world: World) -> dict[str, float]:
+def estimate_memory(plan: Plan, world: World) -> dict[str, float]:
     """Estimate the peak bytes of a rank by purpose, in a step of a plan.
 
     On a CPU this includes the rest of the process.
@@ -205,7 +202,7 @@ def table_gradients(model: nn.Module, n_bytes: int) -> float:
     return min(4.0 * lookups * n_bytes, 8.0 * in_tables)
 
 
-def numbers_kept(plan: "Plan") -> float:
+def numbers_kept(plan: Plan) -> float:
     """Estimate how many numbers of activations a byte keeps at the peak of a step.
 
     They are in proportion to the inputs and outputs of the products of a byte. The factors are
@@ -257,7 +254,7 @@ def weights_in_fp8(model: nn.Module, experts: bool = False) -> list[str]:
 FITS = 0.85
 
 
-def first_that_fits(plans: Sequence["Plan"], world: World) -> tuple[int, dict[str, float]]:
+def first_that_fits(plans: Sequence[Plan], world: World) -> tuple[int, dict[str, float]]:
     """Return the number of the first plan whose step fits into memory, else that of the last, and
     its memory by purpose."""
     available = machine.memory_of(world.device, world.local_ranks)
@@ -268,7 +265,7 @@ def first_that_fits(plans: Sequence["Plan"], world: World) -> tuple[int, dict[st
     return len(plans) - 1, memory
 
 
-def check_memory(plan: "Plan", world: World):
+def check_memory(plan: Plan, world: World):
     """Raise TooLarge if a local rank surely needs more memory than there is.
 
     The kernel would kill a run on a CPU without a message, and on a GPU kernels would be compiled
@@ -285,7 +282,7 @@ def check_memory(plan: "Plan", world: World):
         raise TooLarge(f"--ckpt_every: {obstacle}")
 
 
-def less_memory(plan: "Plan") -> str:
+def less_memory(plan: Plan) -> str:
     """Name flags with which a step takes less memory."""
     more_shards = f"raise --shards to {plan.ranks}, " if plan.flags.shards < plan.ranks else ""
     return (
@@ -294,7 +291,7 @@ def less_memory(plan: "Plan") -> str:
     )
 
 
-def obstacle_to_copy(plan: "Plan", world: World) -> str | None:
+def obstacle_to_copy(plan: Plan, world: World) -> str | None:
     """Return why a checkpoint on its way from a GPU to the disk does not fit into the host's
     memory, or None. Rank 0 alone writes it; torchrun ends the others."""
     # This process frees the checkpoint from which it resumes before it saves the first.
@@ -314,7 +311,7 @@ TOO_LONG = 30.0  # seconds: a step that takes longer even at the peak rate is no
 HOST_SECONDS = 0.07  # in which the host launches a micro-step on a GPU
 
 
-def rates(plan: "Plan", peak: float) -> tuple[float, float]:
+def rates(plan: Plan, peak: float) -> tuple[float, float]:
     """Return the bytes/s that matrix products alone allow, and those to expect of a GPU.
 
     To expect is that all else takes as long as products in bf16, and that the host keeps up with
@@ -332,7 +329,7 @@ def rates(plan: "Plan", peak: float) -> tuple[float, float]:
     return 1 / products, 1 / max(products + others, launches)
 
 
-def is_timed(plan: "Plan", world: World, bound: float) -> bool:
+def is_timed(plan: Plan, world: World, bound: float) -> bool:
     """Return whether the dry run times a few steps: on one rank, if they fit into memory and do not
     take minutes. bound: bytes/s that matrix products alone allow."""
     fits = sum(plan.memory.values()) <= free_memory(world.device)
@@ -348,7 +345,7 @@ def describe_duration(seconds: float) -> str:
     return str(timedelta(seconds=round(min(seconds, LONGEST))))
 
 
-def describe_needs(plan: "Plan", world: World) -> tuple[list[str], list[str]]:
+def describe_needs(plan: Plan, world: World) -> tuple[list[str], list[str]]:
     """Describe the memory of a step by purpose, and the disk that checkpoints take; return also
     what does not suffice, with remedies."""
     needed = sum(plan.memory.values())
@@ -378,7 +375,7 @@ def describe_needs(plan: "Plan", world: World) -> tuple[list[str], list[str]]:
     return lines, lacking
 
 
-def print_tables(plan: "Plan"):
+def print_tables(plan: Plan):
     """Print parameters by component, FLOPs per byte, configuration and flags."""
     table = parameter_table(plan.model)
     total = sum(parameters for parameters, _ in table.values())

@@ -15,7 +15,7 @@ from spider.flags import quoted
 from spider.training import estimate
 from spider.training.checkpoint import checkpoint_path
 from spider.training.distributed import World
-from spider.training.resolve import Plan
+from spider.training.plan import Plan
 from spider.training.run import RunProgress, StepEvents
 from spider_model import Spider
 

@@ -1,4 +1,4 @@
-"""The plan of a run: from the flags of a command to `Plan`, in stages that take values and return
+"""The plan of a run: from the flags of a command to a `Plan`, in stages that take values and return
 values.
 
 `settle` calls them in order: the recipe, the model, the batch, the horizon, the machine, memory.
@@ -6,7 +6,7 @@ Then come what --minutes chooses, warnings of a horizon that does not suit, and 
 
 import math
 from collections.abc import Callable, Mapping, Sequence, Set
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from typing import TYPE_CHECKING, Any
@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from loguru import logger
 
-from data import Loader, StepLayout
 from spider import machine
 from spider.config import LARGEST, RECOMPUTE, SpiderConfig
 from spider.errors import UsageError, say
@@ -24,6 +23,7 @@ from spider.training.checkpoint import FROM_SCRATCH, Origin, check_weights
 from spider.training.distributed import World
 from spider.training.fp8 import describe_fp8
 from spider.training.optim import ENGRAM_TABLES, kinds_of
+from spider.training.plan import CommandLine, Plan, Recipe
 from spider.training.run import RunProgress
 from spider.training.state import on_meta
 from spider.vocabulary import VOCAB_SIZE
@@ -31,7 +31,7 @@ from spider_model import Spider
 from tile_moe import KERNELS, multiplies_at_once, resolve_backend
 
 if TYPE_CHECKING:
-    from train import CommandLine, Flags, Recipe
+    from train import Flags
 
 MAX_MICRO_BATCH = 1 << 16  # sequences, where --global_batch chooses
 MAX_SPLITS = 64  # of a step; the memory of each takes milliseconds to estimate
@@ -39,41 +39,9 @@ MAX_SPLITS = 64  # of a step; the memory of each takes milliseconds to estimate
 Split = dict[str, Any]  # a step's micro-steps: micro_batch and grad_accum
 
 
-@dataclass(frozen=True)
-class Plan:
-    """A run as `settle` decided it: `plan.flags` has the resolved value of every flag."""
-
-    flags: "Flags"
-    given: Set[str]  # names of the flags that were set anywhere, or chosen by --minutes
-    recipe: str  # model whose defaults were used
-    defaults: "Recipe"  # these
-    config: SpiderConfig
-    model_class: type[Spider]
-    # Without storage, on the meta device, until build_model makes it real.
-    model: Spider = field(compare=False, repr=False)
-    ranks: int = 1
-    checkpoint_size: float = 0.0  # bytes
-    memory: dict[str, float] = field(default_factory=dict)  # bytes of a rank, by purpose
-
-    @property
-    def layout(self) -> StepLayout:
-        """How the sequences of a step are spread over ranks and micro-steps."""
-        return StepLayout(self.flags.micro_batch, self.flags.grad_accum, self.ranks)
-
-    @property
-    def step_bytes(self) -> int:
-        """Bytes per optimizer step, on all ranks together."""
-        return self.layout.sequences * self.flags.seq_len
-
-    @property
-    def horizon(self) -> int:
-        """Optimizer steps from the start to --target_tokens."""
-        return math.ceil(self.flags.target_tokens / self.step_bytes)
-
-
 def settle(
-    command: "CommandLine",
-    recipes: Mapping[str, "Recipe"],
+    command: CommandLine,
+    recipes: Mapping[str, Recipe],
     world: World,
     origin: Origin = FROM_SCRATCH,
     model_class: type[Spider] = Spider,
@@ -138,7 +106,7 @@ def recipe_of(model: str, origin: Origin, device: torch.device) -> str:
     return "tiny" if is_small or not machine.multiplies_bf16(device) else "1b"
 
 
-def with_recipe(command: "CommandLine", recipe: "Recipe", origin: Origin) -> "Flags":
+def with_recipe(command: CommandLine, recipe: Recipe, origin: Origin) -> "Flags":
     """Fill in the recipe's values, and what the checkpoint decides, of flags that are not given."""
     flags, given, _ = command
     defaults = dict(recipe.values)
@@ -241,7 +209,7 @@ def with_half_micro_batch(plan: Plan) -> Plan:
     return replace(plan, flags=with_split(plan.flags, split, plan.ranks))
 
 
-def with_horizon(flags: "Flags", given: Set[str], recipe: "Recipe", model: Spider) -> "Flags":
+def with_horizon(flags: "Flags", given: Set[str], recipe: Recipe, model: Spider) -> "Flags":
     """Resolve --target_tokens, and the flags that the recipe derives from the horizon.
 
     Raise UsageError for flags that need an evaluation if there is none."""
@@ -385,16 +353,16 @@ MUCH_HIGHER = 1.5  # a learning rate, relative to the last one
 
 
 def horizon_warnings(
-    plan: Plan, loader: Loader, horizon: int, rate_of: Callable[[int], float]
+    plan: Plan, epochs: float, horizon: int, rate_of: Callable[[int], float]
 ) -> list[str]:
     """Return warnings for a horizon in steps that does not suit the data or --max_steps.
 
-    rate_of: returns the learning rate of a step, from 0, as a fraction of the peak."""
+    epochs: how often the horizon reads a source, the most of all sources. rate_of: returns the
+    learning rate of a step, from 0, as a fraction of the peak."""
     flags = plan.flags
     warnings: list[str] = []
     if flags.mock_data:
         return warnings
-    epochs = (flags.target_tokens * loader.share / loader.targets).max()
     if epochs > MAX_EPOCHS:
         warnings.append(
             f"{epochs:,.0f} epochs memorize the data: use --target_tokens "

@@ -18,7 +18,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,12 +28,10 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only, tree_map_with_path
 
 from spider import machine
+from spider.config import SpiderConfig
 from spider.errors import CheckpointError
 from spider.training.distributed import ShardedParameter, Sharding, World, sharding_of
-
-if TYPE_CHECKING:
-    from spider.config import SpiderConfig
-    from spider_model import Spider
+from spider_model import Spider
 
 SCALE_BLOCK = 256  # numbers that share a scale in 8-bit AdamW
 NESTED = "__bnb_optimizer_quant_state__"  # where bitsandbytes puts the tensors of a parameter
@@ -55,15 +53,15 @@ def row_bounds(param: ShardedParameter, key: str) -> list[int] | None:
 # A new model
 
 
-def on_meta(model_class: type["Spider"], config: "SpiderConfig") -> "Spider":
+def on_meta(model_class: type[Spider], config: SpiderConfig) -> Spider:
     """Build a model on the meta device, with shapes but without storage."""
     with torch.device("meta"):
         return model_class(config)
 
 
 def materialize(
-    model: "Spider", device: torch.device, weights: Mapping[str, Tensor] | None = None
-) -> "Spider":
+    model: Spider, device: torch.device, weights: Mapping[str, Tensor] | None = None
+) -> Spider:
     """Give a model on the meta device storage and initial values, then load the weights, if any.
     Return the model. Raise CheckpointError if the weights do not fit."""
     model.to_empty(device=device)
@@ -192,7 +190,7 @@ def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
-def gather_model(model: "Spider") -> "Spider | None":
+def gather_model(model: Spider) -> Spider | None:
     """Return a whole model on rank 0, for sampling, and None on the other ranks. A model that is
     not sharded is returned itself."""
     sharding = sharding_of(model)

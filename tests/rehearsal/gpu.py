@@ -27,7 +27,7 @@ from rehearsal.peaks import MODELS
 from spider.training import resolve as plans
 from spider.training.distributed import World
 from spider.training.optim import Optimizers
-from spider.training.resolve import Plan
+from spider.training.plan import Plan
 from spider_model import Spider
 
 DEVICE = torch.device("cuda")

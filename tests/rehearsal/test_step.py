@@ -20,7 +20,7 @@ from cubins import spills
 from rehearsal import gpu
 from rehearsal.refusals import REFUSALS, UNCHECKED, Watch, of
 from spider.model.decode import draw
-from spider.training.resolve import Plan
+from spider.training.plan import Plan
 
 pytestmark = pytest.mark.rehearsal
 # sequences x bytes

@@ -8,13 +8,14 @@ import torch
 
 import train
 from conftest import final_state, metrics, on_meta, settled, world_of
-from data import Loader, mock_source
+from data import Loader
 from preparing import source
 from spider import machine
 from spider.config import SpiderConfig
 from spider.errors import UsageError
 from spider.training import resolve
 from spider.training.checkpoint import FROM_SCRATCH, Origin
+from spider.training.plan import CommandLine
 from spider.training.resolve import (
     horizon_warnings,
     splits_of,
@@ -23,7 +24,7 @@ from spider.training.resolve import (
     with_split,
 )
 from tile_moe import KERNELS
-from train import RECIPES, CommandLine, Flags, parse_args
+from train import RECIPES, Flags, parse_args
 
 TINY = SpiderConfig.preset("tiny")
 
@@ -387,7 +388,7 @@ def test_a_horizon_that_does_not_suit_data_or_steps_is_a_warning(argv, warned):
     base = "--model 1b --seq_len 64 --micro_batch 1 --warmup_steps 0 --data_dir none"
     found = settled(*base.split(), *argv.split())
     rate_of = partial(train.lr_factor, horizon=found.horizon, flags=found.flags)
-    lines = horizon_warnings(found, Loader([mock_source(0)], 32, 0), found.horizon, rate_of)
+    lines = horizon_warnings(found, 1.0, found.horizon, rate_of)
     for line, words in zip(lines, warned, strict=True):
         assert words in line
 
@@ -397,7 +398,8 @@ def test_more_than_twenty_epochs_of_a_source_are_a_warning(target_tokens, warnin
     argv = f"--model tiny --seq_len 2 --warmup_steps 0 --target_tokens {target_tokens}"
     found = settled(*argv.split())
     loader = Loader([source([0] * 1001, weight=0.5), source([0] * 101, weight=0.5)], 1, 0)
-    lines = horizon_warnings(found, loader, found.horizon, lambda step: 0.1)
+    epochs = train.most_epochs(found.flags, loader)
+    lines = horizon_warnings(found, epochs, found.horizon, lambda step: 0.1)
     assert ["use --target_tokens 4000, or more" in line for line in lines] == [True] * warnings
 
 
