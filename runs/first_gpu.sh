@@ -4,20 +4,20 @@
 #     pip install -e ".[test,tile]"
 #     bash runs/first_gpu.sh first-gpu
 #
-# What tells the most comes first: values next to a CPU's, steps of `1b`, their rates; then tests and other measurements.
-# Stop it after any number of minutes: summary.txt is written after each command, and each command has a time limit and a
-# log in the directory. One that fails does not stop the others, unless no process can use the GPU any more. The same
-# command again skips what has passed: delete first-gpu/NAME.passed to repeat it, and name a new directory for another
-# card or other versions. By a guess all takes an hour on an H200; the limits add up to four. It needs Linux and 25 GB
-# of disk, for checkpoints that are deleted after use.
+# The most telling commands come first: values compared with a CPU's, steps of `1b` and their rates; then tests and more
+# measurements. You can stop the script at any time: it writes summary.txt after each command, and each command has a
+# time limit and a log in the directory. A failed command does not stop the others, unless no process can use the GPU
+# any more. A second run skips commands that passed: to repeat one, delete first-gpu/NAME.passed; for another card or
+# other versions, name a new directory. We guess an hour on an H200 for everything; the limits add up to four. The
+# script needs Linux and 25 GB of disk for checkpoints, which it deletes after use.
 set -uo pipefail
 dir=$(realpath -m "${1:?name a directory for the results}")
-if [ -e "$dir" ] && ! [ -e "$dir/values.log" ]; then  # what it has of our names would be deleted
+if [ -e "$dir" ] && ! [ -e "$dir/values.log" ]; then  # its files of the same names would be deleted
     echo "first_gpu.sh: $dir was not made by this script: name a new directory" >&2
     exit 2
 fi
 cd "$(dirname "$0")/.."
-export PYTHONUNBUFFERED=1 PYTHONFAULTHANDLER=1  # a log has everything, and at the time limit the stacks
+export PYTHONUNBUFFERED=1 PYTHONFAULTHANDLER=1  # logs are complete, with the stacks at a time limit
 ulimit -c 0  # a core dump may be as large as the memory
 
 probe='
@@ -26,7 +26,7 @@ from importlib.util import find_spec
 packages = "pytest hypothesis loguru torchao bitsandbytes triton tile_kernels safetensors tokenizers".split()
 missing = [name for name in packages if not find_spec(name)]
 if missing:
-    print("not installed, so what needs them fails or is skipped:", *missing)
+    print("not installed, so commands that need them fail or are skipped:", *missing)
 for i in range(max(1, torch.cuda.device_count())):
     assert torch.ones(8, device=f"cuda:{i}").sum() == 8
 print(torch.cuda.get_device_capability() >= (8, 9))
@@ -39,7 +39,7 @@ usable() {  # sets has_fp8: True, False or an error
 }
 
 if ! usable; then
-    echo "first_gpu.sh: PyTorch cannot use a GPU here, look at nvidia-smi: $has_fp8" >&2
+    echo "first_gpu.sh: PyTorch cannot use a GPU here, check nvidia-smi: $has_fp8" >&2
     exit 2
 fi
 grep "^not installed" <<< "$answer"
@@ -58,7 +58,7 @@ run() {  # NAME SECONDS COMMAND...
         echo "$name: at most $((limit / 60)) minutes, log in $log"
         echo "$ $*" > "$log"
         rm -rf "${dir:?}/$name"
-        # In the background, since bash handles signals at once only in `wait`. SIGABRT prints the stacks.
+        # In the background, because bash handles signals at once only in `wait`. SIGABRT prints the stacks.
         timeout --signal ABRT --kill-after 30 "$limit" "$@" >> "$log" 2>&1 &
         trap "kill $!; wait $!; exit 130" INT TERM HUP
         if wait $!; then
@@ -76,8 +76,8 @@ run() {  # NAME SECONDS COMMAND...
 }
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Values: a small step of `1b` next to a CPU's. Then steps of `1b` at full size: eager, compiled with a trace, in FP8. The
-# losses should be those of the eager run but for 3%.
+# Values: a step of a small `1b`, compared with a CPU's. Then steps of `1b` at full size: eager, compiled with a trace,
+# and in FP8. The losses should be within 3% of the eager run's.
 
 tests="python -m pytest -q -m gpu -rs"
 steps="python train.py --device cuda --model 1b --seq_len 256 --micro_batch 64 --mock_data --max_skipped 1 --eval_every 2"
@@ -100,28 +100,28 @@ for precision in $precisions; do
 done
 run step_eager 300 python bench.py --only step --compile off
 run machine 300 python bench.py --only machine
-# Status 2: a line says why this card or installation does not have the backend
+# Status 2: a line says why this card or installation lacks the backend
 run backends 600 bash -c '
     for backend in loop grouped triton tile; do
         python bench.py --only step --compile off --moe_backend $backend || [ $? = 2 ] || exit 1
     done'
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Kernels: the tests that need a GPU, a process for each file; every memory access of ours, if the CUDA toolkit is
-# installed
+# Kernels: the tests that need a GPU, one process per file; if the CUDA toolkit is installed, a check of every memory
+# access of our kernels
 
-for file in tile_moe grouped_triton tile_kernels compile; do
-    run "test_$file" 900 $tests "tests/test_$file.py"
+for file in test_tile_moe model/test_grouped_triton test_tile_kernels model/test_compile; do
+    run "${file#*/}" 900 $tests "tests/$file.py"
 done
 if sanitizer=$(PATH=$PATH:/usr/local/cuda/bin type -P compute-sanitizer); then
-    # Without torch's segments, in which an access beyond a tensor is one of its neighbour
+    # Without torch's memory cache, in which an access beyond a tensor hits its neighbor
     run memcheck 900 env PYTORCH_NO_CUDA_MEMORY_CACHING=1 \
         "$sanitizer" --tool=memcheck --report-api-errors=no --error-exitcode=9 $tests tests/model/test_grouped_triton.py
 fi
 
 # ----------------------------------------------------------------------------------------------------------------------
-# What takes longer: the use of a checkpoint; steps at the default batch, and of documents of 50 bytes; losses next to
-# those of a CPU, commands, resumed runs
+# Longer commands: the uses of a checkpoint; steps at the default batch, and with documents of 50 bytes; losses compared
+# with a CPU's, commands, resumed runs
 
 run checkpoint 900 bash -ec '
     $1 --compile off --max_steps 2 --ckpt_dir "$0"
@@ -136,12 +136,12 @@ for precision in $precisions; do
 done
 run short_documents 300 bash -ec '
     mkdir "$0"
-    grep -hE "^[^\"\\]{30,70}$" ./*.py spider/*.py tests/*.py | sed "s/.*/{\"text\": \"&\"}/" > "$0/lines.jsonl"
+    grep -hE "^[^\"\\]{30,70}$" ./*.py spider/*/*.py tests/*.py | sed "s/.*/{\"text\": \"&\"}/" > "$0/lines.jsonl"
     python data.py prepare "$0/lines.jsonl" --out "$0/data"
     python bench.py --only step --compile off --data_dir "$0/data" $1
     ' "$dir/short_documents" "$batch"
-for file in train command_line resumption; do
-    run "test_$file" 900 $tests "tests/test_$file.py"
+for file in test_train test_command_line training/test_resumption; do
+    run "${file#*/}" 900 $tests "tests/$file.py"
 done
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -15,7 +15,8 @@ from torch.utils._pytree import tree_map_only
 
 from conftest import ROOT
 
-OURS = {str(ROOT), str(ROOT / "spider"), str(ROOT / "tests")}
+ROOMS = [path for name in ("spider", "tests") for path in ROOT.glob(f"{name}/**")]
+OURS = {str(path) for path in (ROOT, *ROOMS)}
 CPU = torch.device("cpu")
 GPU = torch.device("cuda")
 # Functions that read values on the host, copy from it, or whose result has a size that depends on

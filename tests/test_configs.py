@@ -187,7 +187,7 @@ def test_first_gpu_runs_everything_in_order_past_failures_and_then_what_has_not_
 def test_first_gpu_runs_each_file_with_tests_that_need_a_gpu_and_its_names_are_explained():
     marked = {
         path.stem
-        for path in ROOT.glob("tests/test_*.py")
+        for path in ROOT.glob("tests/**/test_*.py")
         if re.search(r"^@pytest.mark.gpu$", path.read_text(), re.MULTILINE)
     }
     assert {name for name in ALL if name.startswith("test_")} == marked

@@ -83,9 +83,11 @@ def test_the_tree_has_a_line_for_every_script_module_and_folder_and_for_nothing_
     listed = [line for line in tree.splitlines() if line.startswith("    ")]
     names = [line.split()[0] for line in listed]
     assert all(len(line.split()) > 3 for line in listed)  # and words for it
-    modules = {path.name for path in ROOT.glob("spider/*.py")} - {"__init__.py"}
+    files = [*ROOT.glob("*.py"), *ROOT.glob("spider/**/*.py")]
+    modules = [path.name for path in files if path.name != "__init__.py"]
+    rooms = [f"{path.parent.name}/" for path in ROOT.glob("spider/*/__init__.py")]
     folders = "spider/ configs/ runs/ tests/ docs/".split()
-    assert sorted(names) == sorted([*(path.name for path in ROOT.glob("*.py")), *modules, *folders])
+    assert sorted(names) == sorted([*modules, *rooms, *folders])
 
 
 @pytest.mark.parametrize("page", WITH_COMMANDS, ids=lambda page: page.name)
