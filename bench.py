@@ -36,7 +36,7 @@ from spider.errors import end_by_exceptions, run_program
 from spider.training import estimate
 from spider.training.distributed import World
 from spider.training.plan import Plan
-from spider.training.resolve import settle
+from spider.training.resolve import resolve_plan
 
 
 def wait(device: torch.device):
@@ -143,7 +143,7 @@ def settle_step(flags: list[str], world: World) -> tuple[Plan, list[Source]]:
     sources = [mock_source(0)]
     if given & {"data_dir", "text"}:
         sources = open_data(command.flags.data_dir)
-    return settle(command, train.RECIPES, world), sources
+    return resolve_plan(command, train.RECIPES, world), sources
 
 
 class Step:

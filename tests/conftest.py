@@ -40,7 +40,7 @@ from spider.training import curves, estimate
 from spider.training.checkpoint import find_checkpoints
 from spider.training.distributed import World
 from spider.training.plan import Plan
-from spider.training.resolve import settle
+from spider.training.resolve import resolve_plan
 from spider.training.run import RunProgress
 from spider_model import Spider
 from tile_moe import multiplies_at_once
@@ -179,10 +179,10 @@ def world_of(device: str = "cpu") -> World:
     return World({}, device)
 
 
-def settled(*argv: str, device: str = "cpu", environ=None, **settings) -> Plan:
+def resolved(*argv: str, device: str = "cpu", environ=None, **settings) -> Plan:
     """Return the plan that train.py makes of flags, without this machine's variables."""
     args = train.parse_args([*argv], environ=environ or {})
-    return settle(args, train.RECIPES, world_of(device), **settings)
+    return resolve_plan(args, train.RECIPES, world_of(device), **settings)
 
 
 def gradients(model: Spider) -> dict:

@@ -1,7 +1,7 @@
 """The plan of a run: from the flags of a command to a `Plan`, in stages that take values and return
 values.
 
-`settle` calls them in order: the recipe, the model, the batch, the horizon, the machine, memory.
+`resolve_plan` calls them in order: recipe, model, batch, horizon, machine, memory.
 Then come what --minutes chooses, warnings of a horizon that does not suit, and the dry run."""
 
 import math
@@ -19,7 +19,7 @@ from spider.config import LARGEST, RECOMPUTE, SpiderConfig
 from spider.errors import UsageError, say
 from spider.model.memory import tables_of
 from spider.training import estimate
-from spider.training.checkpoint import FROM_SCRATCH, Origin, check_weights
+from spider.training.checkpoint import FROM_SCRATCH, StartCheckpoint, check_weights
 from spider.training.distributed import World
 from spider.training.fp8 import describe_fp8
 from spider.training.optim import ENGRAM_TABLES, kinds_of
@@ -39,11 +39,11 @@ MAX_SPLITS = 64  # of a step; the memory of each takes milliseconds to estimate
 Split = dict[str, Any]  # a step's micro-steps: micro_batch and grad_accum
 
 
-def settle(
+def resolve_plan(
     command: CommandLine,
     recipes: Mapping[str, Recipe],
     world: World,
-    origin: Origin = FROM_SCRATCH,
+    origin: StartCheckpoint = FROM_SCRATCH,
     model_class: type[Spider] = Spider,
     held_out: int = 0,
 ) -> Plan:
@@ -95,7 +95,7 @@ def settle(
 MEMORY_OF_1B = 20e9  # bytes: less holds weights and optimizer, but hardly a micro-batch
 
 
-def recipe_of(model: str, origin: Origin, device: torch.device) -> str:
+def recipe_of(model: str, origin: StartCheckpoint, device: torch.device) -> str:
     """Return the recipe: that of --model, else the checkpoint's, else one that suits the device:
     `1b` would take weeks on a GPU without bf16."""
     if model != "auto":
@@ -106,7 +106,7 @@ def recipe_of(model: str, origin: Origin, device: torch.device) -> str:
     return "tiny" if is_small or not machine.multiplies_bf16(device) else "1b"
 
 
-def with_recipe(command: CommandLine, recipe: Recipe, origin: Origin) -> "Flags":
+def with_recipe(command: CommandLine, recipe: Recipe, origin: StartCheckpoint) -> "Flags":
     """Fill in the recipe's values, and what the checkpoint decides, of flags that are not given."""
     flags, given, _ = command
     defaults = dict(recipe.values)
@@ -134,7 +134,9 @@ def check_minutes(flags: "Flags", recorded: Mapping[str, Any]):
     )
 
 
-def model_config(flags: "Flags", recipe: str, origin: Origin) -> tuple[SpiderConfig, SpiderConfig]:
+def model_config(
+    flags: "Flags", recipe: str, origin: StartCheckpoint
+) -> tuple[SpiderConfig, SpiderConfig]:
     """Return the configuration of the model: the checkpoint's, else that of the recipe, with --set
     applied. Return also what --model asks for, whose weights must have the same shapes.
 
@@ -158,7 +160,7 @@ def model_config(flags: "Flags", recipe: str, origin: Origin) -> tuple[SpiderCon
 
 
 def splits_of(
-    flags: "Flags", given: Set[str], ranks: int, origin: Origin = FROM_SCRATCH
+    flags: "Flags", given: Set[str], ranks: int, origin: StartCheckpoint = FROM_SCRATCH
 ) -> list[Split]:
     """Return the splits of a step that the flags allow, the preferred ones first.
 
@@ -241,7 +243,7 @@ def with_horizon(flags: "Flags", given: Set[str], recipe: Recipe, model: Spider)
     return flags
 
 
-def with_evaluations(plan: Plan, held_out: int, origin: Origin = FROM_SCRATCH) -> Plan:
+def with_evaluations(plan: Plan, held_out: int, origin: StartCheckpoint = FROM_SCRATCH) -> Plan:
     """Limit evaluations to a sixth of the training, if the recipe or --minutes chooses how many
     there are. First make fewer of them, at least one; then read fewer bytes in each.
 
@@ -427,7 +429,7 @@ def print_dry_run(
     for line in (*remarks, *needs):
         say(line)
 
-    bound, expected = estimate.rates(plan, machine.product_rate(world.device) * world.ranks)
+    bound, expected = estimate.predict_speed(plan, machine.product_rate(world.device) * world.ranks)
     steps = flags.max_steps or plan.horizon
     n_bytes = steps * plan.step_bytes
     if estimate.is_timed(plan, world, bound):

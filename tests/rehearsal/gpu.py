@@ -84,14 +84,14 @@ def stand_in(architecture: int = 90):
     FakeTensorMode.avoid_device_init = True  # else constants of the host are copied there
 
 
-def settle(model: str, *flags: str) -> Plan:
+def resolve_plan(model: str, *flags: str) -> Plan:
     """Settle the plan of a step of a model of MODELS, which train.py's flags may change."""
     small = (
         f"--model={model} {MODELS[model]} --seq_len=256 --micro_batch=16 --compile=off "
         f"--recompute=core --moe_backend=grouped"
     )
     command = train.parse_args([*small.split(), *flags], environ={})
-    return plans.settle(command, train.RECIPES, WORLD)
+    return plans.resolve_plan(command, train.RECIPES, WORLD)
 
 
 def build(plan: Plan, compiled: bool = False) -> tuple[Spider, Optimizers]:
