@@ -29,7 +29,7 @@ from train import RECIPES, Flags, parse_args
 TINY = SpiderConfig.preset("tiny")
 
 
-def origin(resumes=True, config=TINY, **state) -> StartCheckpoint:
+def start(resumes=True, config=TINY, **state) -> StartCheckpoint:
     """Return a checkpoint without weights."""
     saved = dict(cfg=asdict(config), n_loops=config.n_loops) | state
     return StartCheckpoint("run/spider-step5.pt", saved, resumes)
@@ -57,9 +57,9 @@ RTX_5080 = "cuda", True, 16e9
         ("auto", FROM_SCRATCH, L4, "1b"),
         ("auto", FROM_SCRATCH, RTX_8000, "tiny"),  # 1b would take weeks
         ("auto", FROM_SCRATCH, RTX_5080, "tiny"),  # 1b would not fit
-        ("auto", origin(recipe="small"), L4, "small"),
-        ("auto", origin(), CPU, "tiny"),
-        ("base", origin(recipe="small"), CPU, "base"),
+        ("auto", start(recipe="small"), L4, "small"),
+        ("auto", start(), CPU, "tiny"),
+        ("base", start(recipe="small"), CPU, "base"),
     ),
 )
 def test_the_recipe_is_that_of_the_flag_the_checkpoint_or_the_device(
@@ -75,8 +75,8 @@ def test_the_recipe_is_that_of_the_flag_the_checkpoint_or_the_device(
     "argv, checkpoint, expected",
     (
         # the checkpoint's loops, and no other flag
-        ("", origin(n_loops=3, flags=dict(seed=9, lr=0.5)), dict(n_loops=3, seed=0, lr=Flags.lr)),
-        ("--n_loops 2", origin(n_loops=3), dict(n_loops=2)),
+        ("", start(n_loops=3, flags=dict(seed=9, lr=0.5)), dict(n_loops=3, seed=0, lr=Flags.lr)),
+        ("--n_loops 2", start(n_loops=3), dict(n_loops=2)),
     ),
 )
 def test_a_recipe_fills_in_what_is_not_given(argv, checkpoint, expected):
@@ -94,7 +94,7 @@ def test_a_recipe_fills_in_what_is_not_given(argv, checkpoint, expected):
 )
 def test_a_resumed_run_of_minutes_keeps_its_horizon(argv, resumes, target_tokens, eval_tokens):
     recorded = dict(minutes=5.0, target_tokens=640_000, eval_tokens=4096)
-    flags = with_recipe(command(argv), RECIPES["tiny"], origin(resumes, flags=recorded))
+    flags = with_recipe(command(argv), RECIPES["tiny"], start(resumes, flags=recorded))
     assert (flags.target_tokens, flags.eval_tokens) == (target_tokens, eval_tokens)
 
 
@@ -182,7 +182,7 @@ def test_1b_takes_131072_bytes_a_step_or_a_few_more_unless_a_flag_sets_the_batch
 
 def test_a_resumed_run_prefers_its_split():
     flags, given, _ = command("--seq_len 32 --global_batch 4096")
-    splits = splits_of(flags, given, 1, origin(flags=dict(micro_batch=16)))
+    splits = splits_of(flags, given, 1, start(flags=dict(micro_batch=16)))
     assert splits[:2] == [
         dict(micro_batch=16, grad_accum=8),
         dict(micro_batch=128, grad_accum=1),
@@ -262,7 +262,7 @@ def test_the_evaluations_of_a_recipe_take_at_most_a_sixth_of_the_training_unless
 )
 def test_a_resumed_run_evaluates_as_many_bytes_as_before_that_limit(resumes, recorded, eval_tokens):
     asked = resolved("--model", "tiny", "--target_tokens", str(25 * 4096))
-    checkpoint = origin(resumes, flags=dict(eval_tokens=recorded))
+    checkpoint = start(resumes, flags=dict(eval_tokens=recorded))
     flags = resolve.with_evaluations(asked, 111_542, checkpoint).flags
     assert (flags.eval_every, flags.eval_tokens) == (25, eval_tokens)
 
@@ -311,7 +311,7 @@ def test_minutes_give_a_horizon_by_the_measured_rate_that_a_resume_keeps(
     assert (state["step"], state["flags"]["target_tokens"]) == (2, horizon)
     assert "settings differ" not in new_log()
     line = error_of(flags, "--minutes 0.05")
-    assert "started with 0.003: give that to continue it" in line
+    assert "started with --minutes 0.003: give the same value to continue it" in line
 
 
 # --------------------------------------------------------------------------------------------------
@@ -363,14 +363,14 @@ def test_the_expert_backend_is_chosen_for_the_dtype_of_the_products(monkeypatch)
         ("--target_tokens 640 --max_steps 5", ["ends at 69% of the peak rate: use --target_t"]),
         ("--target_tokens 640 --max_steps 9", []),  # at less than twice the minimum
         ("--target_tokens 640 --max_steps 10", []),
-        ("--target_tokens 64 --max_steps 3", ["of 1 steps: the steps after it run at the minimum"]),
+        ("--target_tokens 64 --max_steps 3", ["of 1 steps: later steps run at the minimum"]),
         (
             "--target_tokens 31872 --micro_batch 2",
-            ["only 249 steps: fewer bytes a step (--global_batch 64,"],
+            ["only 249 steps: fewer bytes per step (--global_batch 64,"],
         ),
         (
             "--target_tokens 256000 --micro_batch 30",
-            ["only 134 steps: fewer bytes a step (--global_batch 256,"],
+            ["only 134 steps: fewer bytes per step (--global_batch 256,"],
         ),
         ("--target_tokens 32000 --micro_batch 2", []),
         (
