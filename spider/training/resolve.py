@@ -68,7 +68,7 @@ def resolve_plan(
             raise UsageError("--engram_reset: this model has no Engram tables")
         flags = replace(flags, engram_reset=False)
     splits = splits_of(flags, given, world.ranks, start)
-    # The horizon needs a step's bytes, which all splits have in common; with_memory picks the split.
+    # The horizon needs the bytes per step, which all splits share; with_memory picks the split.
     flags = with_split(flags, splits[0], world.ranks)
     flags = with_horizon(flags, given, defaults, model)
     flags = with_machine(flags, config, world)
@@ -127,7 +127,7 @@ def check_minutes(flags: "Flags", recorded: Mapping[str, Any]):
     before = recorded.get("minutes")
     if before == flags.minutes:
         return
-    started = "without it: leave it out"
+    started = "without --minutes: leave the flag out"
     if before is not None:
         started = f"with --minutes {before:g}: give the same value"
     raise UsageError(
@@ -276,9 +276,7 @@ def with_minutes(plan: Plan, held_out: int, rate: float) -> Plan:
     """Choose --target_tokens, and what follows from it, for a run of --minutes at `rate` bytes/s.
     From then on, --target_tokens counts as given."""
     assert plan.flags.minutes is not None
-    total = int(
-        min(60 * plan.flags.minutes * rate, LARGEST)
-    )  # bytes to train on without evaluating
+    total = int(min(60 * plan.flags.minutes * rate, LARGEST))  # bytes, without evaluations
     given = plan.given | {"target_tokens"}
 
     def with_target(target: int) -> Plan:
@@ -340,8 +338,8 @@ def with_memory(plan: Plan, splits: Sequence[Split], world: World) -> Plan:
     """Choose the split and --recompute by the estimated memory of a step. Rank 0 chooses for all.
 
     auto: the least recomputation first; among equals, the first split that fits."""
-    recompute = plan.flags.recompute
-    choices = RECOMPUTE if recompute == "auto" else (recompute,)
+    asked = plan.flags.recompute
+    choices = RECOMPUTE if asked == "auto" else (asked,)
     plans = []
     for recompute, split in product(choices, splits):
         flags = replace(with_split(plan.flags, split, world.ranks), recompute=recompute)
@@ -356,7 +354,7 @@ def with_memory(plan: Plan, splits: Sequence[Split], world: World) -> Plan:
 # Limits beyond which there is a warning
 MAX_EPOCHS = 20
 MIN_STEPS = 250  # a run of n steps loses 3 / n to 6 / n nats
-HIGH_AT_END = 2  # learning rate after the last step, relative to the rate at the horizon
+HIGH_AT_END = 2  # learning rate of the last step, relative to the rate at the horizon
 MUCH_HIGHER = 1.5  # learning rate of a resumed run, relative to its rate before
 
 

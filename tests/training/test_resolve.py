@@ -100,7 +100,7 @@ def test_a_resumed_run_of_minutes_keeps_its_horizon(argv, resumes, target_tokens
 
 def test_minutes_for_a_run_that_was_started_without_them_are_refused():
     """They chose its horizon: another run would continue it unasked."""
-    with pytest.raises(UsageError, match="without it: leave it out"):
+    with pytest.raises(UsageError, match="without --minutes: leave the flag out"):
         resolve.check_minutes(replace(Flags(), minutes=0.05), {})
 
 
