@@ -582,19 +582,19 @@ def lr_factor(step: int, horizon: int, flags: Flags) -> float:
     return flags.min_lr_fraction + (1 - flags.min_lr_fraction) * shape
 
 
+def epochs_in(n_bytes: int, loader: Loader) -> np.ndarray:
+    """Return the number of epochs of each source in this many training bytes."""
+    return n_bytes * loader.share / loader.targets
+
+
 def clears_tables(flags: Flags, loader: Loader, first: int) -> bool:
     """Decide whether to clear the Engram tables for an epoch that begins at sequence `first`.
 
     Not if less than half of the epoch will be read: nearly empty tables at the end of a run cost
     more than memorized rows."""
     bytes_left = flags.target_tokens - first * flags.seq_len
-    epochs_left = bytes_left * loader.share / loader.targets
+    epochs_left = epochs_in(bytes_left, loader)
     return flags.engram_reset and float(loader.share @ epochs_left) >= 0.5
-
-
-def most_epochs(flags: Flags, loader: Loader) -> float:
-    """Return how often the horizon reads a source, the most of all sources."""
-    return float((flags.target_tokens * loader.share / loader.targets).max())
 
 
 def dropout_at(flags: Flags, loader: Loader, first: int) -> float:
@@ -1066,7 +1066,8 @@ def main(
     # What was chosen, and whether there is something to do
     remarks = describe_run(plan, sources, last_step, command.inherited, world)
     rate_of = partial(lr_factor, horizon=horizon, flags=flags)
-    warnings = horizon_warnings(plan, most_epochs(flags, loader), horizon, rate_of)
+    epochs = epochs_in(flags.target_tokens, loader).max()
+    warnings = horizon_warnings(plan, epochs, horizon, rate_of)
     if flags.dry_run:
         if not world.is_rank0:
             return 0

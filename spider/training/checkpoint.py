@@ -57,7 +57,7 @@ ENTRIES: dict[str, Any] = {one.name: one.type for one in fields(RunProgress)} | 
 FLAGS: dict[str, Any] = dict(
     seq_len=int, eval_tokens=int, target_tokens=int, minutes=float | int | None, data_dir=str
 )
-# Ranges of integers; integers that are not listed are at least 0
+# Ranges of integers; other integers are at least 0
 SIZE = Range(1, LARGEST)
 SIZES = dict(seq_len=Range(*SEQ_LEN), eval_tokens=SIZE, target_tokens=SIZE)
 
@@ -76,7 +76,7 @@ def write_archive(file: IO[bytes], state: dict):
 
 def check_archive(path: Path, sums: bool):
     """Check an archive before torch.load reads it. Raise ValueError or BadZipFile if its records
-    have more bytes than the file: then a small file could fill the memory.
+    have more bytes than the file: a small file could fill the memory.
 
     sums: also check the checksums in the archive, which torch.load ignores."""
     with zipfile.ZipFile(path) as archive:
@@ -94,8 +94,8 @@ def check_archive(path: Path, sums: bool):
 
 @contextmanager
 def checkpoint_errors(path: Path) -> Iterator[None]:
-    """Turn an error of any type, which a damaged or foreign file may cause, into a CheckpointError
-    that names the file; for one of SYSTEM_ERRORS, into an OSError that names it."""
+    """Turn errors inside into errors that name the file: SYSTEM_ERRORS into an OSError, and errors
+    of any other type, which a damaged or foreign file may cause, into a CheckpointError."""
     try:
         yield
     except CheckpointError:
@@ -122,7 +122,7 @@ def error_number(fault: Exception) -> int:
         return errno.ENOMEM
     if isinstance(fault, OSError):
         return fault.errno or 0
-    of_torch = re.search(r"\((\d+)\)$", str(fault))  # it maps files itself
+    of_torch = re.search(r"\((\d+)\)$", str(fault))  # its own error messages end with errno
     return int(of_torch[1]) if of_torch else 0
 
 
@@ -208,9 +208,9 @@ def shapes_of(weights: dict[str, Tensor]) -> dict[str, tuple]:
 
 
 # --------------------------------------------------------------------------------------------------
-# Exports (see export.py); reading an export executes no code, either
+# Exports (see export.py); reading an export executes no code either
 
-PREFIX = "spider."  # of the names in an export: the adapter holds the model as this attribute
+PREFIX = "spider."  # of all names in an export: the adapter's attribute that holds the model
 
 
 def safetensors():
@@ -389,11 +389,12 @@ def load_start(directory: Path, resume: str | None, reset_steps: bool) -> StartC
     torchrun or Slurm, continues its run, and does not read a checkpoint elsewhere that --resume
     names. Raise CheckpointError for "error", and for a checkpoint that cannot be used."""
     newest = next(good_checkpoints(directory), None)
+    here = directory.resolve()
     named = None
     is_inside = False  # whether --resume names the directory, or a file in it
     if resume is not None:
         named = Path(os.path.realpath(resume))  # Path.resolve raises for cyclic links
-        is_inside = directory.resolve() == (named if named.is_dir() else named.parent)
+        is_inside = here == (named if named.is_dir() else named.parent)
     if newest is None:
         if not is_inside and checkpoint_paths(directory):
             raise CheckpointError(
@@ -402,9 +403,7 @@ def load_start(directory: Path, resume: str | None, reset_steps: bool) -> StartC
             )
         return begin_run(resume, reset_steps)
     path, state = newest
-    if resume is None or is_inside:
-        check_inside(directory, path, resume, reset_steps)
-    else:
+    if resume is not None and not is_inside:
         # A checkpoint of an early version does not record what its run started from.
         if reset_steps and state.get("origin", str(named)) != str(named):
             raise CheckpointError(
@@ -415,23 +414,17 @@ def load_start(directory: Path, resume: str | None, reset_steps: bool) -> StartC
             f"{directory} holds a run, which resumes from its own checkpoint: --resume {resume} "
             f"is not read"
         )
-    return StartCheckpoint(path, state, resumes=True)
-
-
-def check_inside(directory: Path, newest: Path, resume: str | None, reset_steps: bool):
-    """Raise CheckpointError if a run cannot resume from its directory's newest good checkpoint.
-    resume: nothing, or a path in the directory."""
-    if reset_steps:
+    elif reset_steps:
         raise CheckpointError(
             f"--reset_steps: {directory} already holds a run: name a new --ckpt_dir, and the "
             f"checkpoint with --resume"
         )
-    good = directory.resolve(), newest.resolve()
-    if resume is not None and Path(os.path.realpath(resume)) not in good:
+    elif named not in (None, here, path.resolve()):
         raise CheckpointError(
-            f"--resume: {directory} holds a later checkpoint than {resume}, {newest.name}: to go "
+            f"--resume: {directory} holds a later checkpoint than {resume}, {path.name}: to go "
             f"back, name a new --ckpt_dir"
         )
+    return StartCheckpoint(path, state, resumes=True)
 
 
 def begin_run(resume: str | None, reset_steps: bool) -> StartCheckpoint:

@@ -47,7 +47,7 @@ def parameter_table(model: Spider) -> dict[str, tuple[int, float]]:
 
 
 def matrix_uses(model: Spider, segments_per_byte: float, n_loops: int) -> dict[str, float]:
-    """Return how many times a byte multiplies by each matrix, on average; for a stack, by one of
+    """Return how many times a byte multiplies by each matrix on average; in a stack, by any one of
     its matrices."""
     c = model.config
     loops = segments_per_byte * n_loops
@@ -291,7 +291,7 @@ def memory_remedy(plan: Plan) -> str:
 def obstacle_to_copy(plan: Plan, world: World) -> str | None:
     """Return why the copy of a GPU's checkpoint would not fit into host memory, or None. Only rank
     0, which writes checkpoints, checks this; if it fails, torchrun ends the others."""
-    # Also count this process's memory: it frees the checkpoint that it resumes from before it saves.
+    # Add this process's memory: the checkpoint that it resumes from is freed before the first save.
     host = free_memory(torch.device("cpu")) + process_memory("VmRSS")
     if world.device.type == "cpu" or not world.is_rank0 or plan.checkpoint_size <= host:
         return None

@@ -36,19 +36,15 @@ def describe_run(
     sources: the data. inherited: flags from the environment and --config, by source."""
     flags = plan.flags
     parameters = sum(p.numel() for p in plan.model.parameters()) / 1e6
-    model = f"model {plan.recipe}, {parameters:.3g}M parameters, loops: {flags.n_loops}"
-    steps = f"steps: {last_step:,} of {plan.step_bytes:,} bytes, micro-batch {flags.micro_batch}"
-    chosen = [
-        flags.precision,
-        f"compile {flags.compile}",
-        f"{flags.moe_backend} experts",
-        flags.optimizer,
-        f"recompute {flags.recompute}",
+    lines = [
+        f"model {plan.recipe}, {parameters:.3g}M parameters, loops: {flags.n_loops}; "
+        f"{describe_hardware(world)}",
+        *map(str, sources),
+        f"steps: {last_step:,} of {plan.step_bytes:,} bytes, micro-batch {flags.micro_batch}, "
+        f"saved in {flags.ckpt_dir}",
+        f"chosen: {flags.precision}, compile {flags.compile}, {flags.moe_backend} experts, "
+        f"{flags.optimizer}, recompute {flags.recompute}",
     ]
-    lines = [f"{model}; {describe_hardware(world)}"]
-    lines += map(str, sources)
-    lines.append(f"{steps}, saved in {flags.ckpt_dir}")
-    lines.append(f"chosen: {', '.join(chosen)}")
     if flags.minutes:
         lines.append(f"--minutes {flags.minutes:g} chose --target_tokens {flags.target_tokens}")
     for source, settings in inherited.items():
@@ -91,8 +87,8 @@ def as_argument(name: str, value: object) -> str:
 # --------------------------------------------------------------------------------------------------
 # Steps
 
-# Without --log_every, two lines are LOG_SECONDS or 1 / LOG_LINES of the run apart, whichever is
-# longer, but at most MAX_SILENCE
+# Without --log_every, two lines are as far apart as 1 / LOG_LINES of the run or LOG_SECONDS,
+# whichever is longer, but at most MAX_SILENCE.
 LOG_LINES = 100
 LOG_SECONDS = 10.0
 MAX_SILENCE = 600.0  # seconds
@@ -129,9 +125,8 @@ class StepLog:
         if self.is_due(step, now):
             self.logged = now
             self.logged_step = step
-            pace = (now - self.began) / (
-                step - self.first_step + 1
-            )  # seconds per step, with evaluations
+            # seconds per step, with evaluations
+            pace = (now - self.began) / (step - self.first_step + 1)
             left = estimate.describe_duration((self.last_step - step) * pace)
             metrics = progress.metrics
             assert metrics is not None

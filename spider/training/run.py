@@ -26,7 +26,7 @@ RECENT = 64  # number of recent losses to compare a new loss with
 SPIKE_AFTER = 20  # with fewer recent losses, no loss counts as a spike
 SPIKE = 1.2  # relative to the largest recent loss
 EXPLODED = 1.5  # relative to RunProgress.lowest_peak
-EXPLODED_STEPS = 4  # consecutive steps above this
+EXPLODED_STEPS = 4  # consecutive losses above that
 
 
 class StepEvents(NamedTuple):
@@ -56,7 +56,7 @@ class RunProgress:
     skipped: int = 0  # consecutive steps, up to the last, with a non-finite loss or gradient
     wandb: dict | None = None  # name and id of the wandb run
     n_loops: int = 1  # loops in training; may exceed those that the model was built for
-    origin: str | None = None  # real path of the checkpoint whose weights step 0 took
+    origin: str | None = None  # real path of --resume, if step 0 took its weights
 
     def record(
         self, numbers: dict, bytes_seen: int, epoch: int, cleared: bool = False
@@ -75,7 +75,7 @@ class RunProgress:
         begins = epoch > self.epoch
         self.epoch = epoch
         spike = self.watch(numbers["loss"])
-        if cleared and not self.exploded:  # the next losses are higher, with empty tables
+        if cleared and not self.exploded:  # empty tables raise the next losses
             self.forget_recent()
         return StepEvents(spike, begins, cleared)
 
@@ -234,7 +234,7 @@ class StopSignals:
 
         first signal                  sets `asked`: the run stops after the step, and saves
         first, while `raises` is set  also raises Stopped: before the first step, in `may_interrupt`
-        second, in COPY_SECONDS       ignored as a copy of the first
+        second, within COPY_SECONDS   ignored as a copy of the first
         second, later                 ends the process, or calls the caller's handler
 
     Copies are common: torchrun and `timeout` repeat a signal that was sent to all processes, a
@@ -262,7 +262,7 @@ class StopSignals:
         self.before: dict[int, Any] = {}  # handlers of the caller
         if threading.current_thread() is not threading.main_thread():
             errors.note(
-                "this run is in a thread: signals, Ctrl-C included, do not stop and save it"
+                "this run is in a thread: signals, including Ctrl-C, do not make it stop and save"
             )
             return self
         for number in STOPS:

@@ -177,8 +177,8 @@ def optimizer_states(sharding: Sharding, optimizers: Mapping[str, Optimizer]) ->
 
 
 def wrap_sharded(values: dict[str, Any], param: ShardedParameter) -> dict[str, Any]:
-    """Wrap those of an optimizer's values for a sharded parameter that are sharded, too, in
-    ShardedRows."""
+    """Turn an optimizer's values for a sharded parameter into ShardedRows, unless every rank has
+    the whole value."""
 
     def wrap(path: Sequence[Any], value: Any) -> Any:
         bounds = row_bounds(param, path[-1].key)
@@ -309,7 +309,7 @@ def saved_values(
     CheckpointError unless optimizers, parameter groups and names are those of this run."""
     try:
         if states.keys() != optimizers.keys():
-            raise ValueError(f"it has {', '.join(states)}, this run {', '.join(optimizers)}")
+            raise ValueError(f"it has {', '.join(states)}, this run has {', '.join(optimizers)}")
         saved: dict[str, dict[int, dict[str, Any]]] = {}
         for name, optimizer in optimizers.items():
             groups = [group["params"] for group in states[name]["param_groups"]]

@@ -398,7 +398,7 @@ def test_more_than_twenty_epochs_of_a_source_are_a_warning(target_tokens, warnin
     argv = f"--model tiny --seq_len 2 --warmup_steps 0 --target_tokens {target_tokens}"
     found = resolved(*argv.split())
     loader = Loader([source([0] * 1001, weight=0.5), source([0] * 101, weight=0.5)], 1, 0)
-    epochs = train.most_epochs(found.flags, loader)
+    epochs = train.epochs_in(found.flags.target_tokens, loader).max()
     lines = horizon_warnings(found, epochs, found.horizon, lambda step: 0.1)
     assert ["use --target_tokens 4000, or more" in line for line in lines] == [True] * warnings
 
