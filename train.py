@@ -4,14 +4,13 @@
     python train.py --text input.txt                           # `1b` on a GPU, `tiny` on a CPU
     torchrun --standalone --nproc_per_node 8 train.py --data_dir data --shards 8  # several GPUs
 
-The same command again resumes from the newest checkpoint in --ckpt_dir. All randomness is a
-function of (--seed, step), so an interrupted run ends like an uninterrupted one. --model chooses a
+The same command resumes from the newest checkpoint in --ckpt_dir. All randomness is a function of
+(--seed, step), so an interrupted run ends exactly like an uninterrupted run. --model selects a
 recipe, which sets the defaults of other flags (RECIPES in train.py); --dry_run shows them.
 """
 
-# From top to bottom: flags -> recipes -> the schedule -> model and optimizers -> one optimizer step
-# -> evaluation -> main: set up, loop, end -> the command line. Not in the docstring, which is part
-# of --help.
+# From top to bottom: flags -> recipes -> schedule -> model and optimizers -> one optimizer step ->
+# evaluation -> main: set up, loop, end -> command line. (The docstring above is part of --help.)
 
 from spider.threads import start_script
 
@@ -38,7 +37,7 @@ from loguru import logger
 from torch import Tensor, nn
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from data import Batch, Feed, Loader, StepLayout, mock_source, open_data, validation_sets
+from data import Batch, Feed, Loader, Source, StepLayout, mock_source, open_data, validation_sets
 from spider import errors, files, machine
 from spider.config import BACKENDS, OPTIMIZERS, PRESETS, RANGES, RECOMPUTE, SEQ_LEN, SpiderConfig
 from spider.data.prepare import Documents, prepare
@@ -90,7 +89,7 @@ from tokenizer import decode
 # --------------------------------------------------------------------------------------------------
 # Flags
 
-# What a flag takes, and how --help calls it
+# Parsers of flag values, each with the name that --help shows for the value
 N = integer(1), "N"
 BYTES = integer(1), "BYTES"
 STEPS = integer(0), "STEPS"
@@ -103,42 +102,44 @@ DIRECTORY = path_name, "DIR"
 
 
 def on_or_off(text: str) -> str:
-    """Parse what --compile takes. TOML and sweeps write True and False."""
+    """Parse a value of --compile. TOML files and sweeps write True and False."""
     return {"true": "on", "false": "off"}.get(text.lower(), text)
 
 
 @dataclass(frozen=True)
 class Flags:
-    """The flags of train.py, with the defaults of `original`; RECIPES has those of other models.
+    """The flags of train.py, with the defaults of `original`; RECIPES has other models' defaults.
 
-    Command line, environment and --config file set these fields. In a Plan every field has its
+    Command line, environment and --config file set these fields. In a Plan, every field holds its
     resolved value."""
 
     model: str = flag(
         "auto",
-        "auto: the checkpoint's, or 1b on a GPU with bf16 and 20 GB, or tiny",
+        "auto: the checkpoint's model, else 1b on a GPU with bf16 and 20 GB, else tiny",
         heading="basics",
         choices=("auto", *PRESETS),
     )
-    data_dir: str = flag("data", ".bin shards, or a mixture web:0.7,code:0.3", *DIRECTORY)
+    data_dir: str = flag(
+        "data", "directory of .bin shards, or a mixture web:0.7,code:0.3", *DIRECTORY
+    )
     text: str | None = flag(
         None,
-        "a text instead of --data_dir: a file, a folder, OWNER/NAME of the Hugging Face hub, or "
-        "pydoc; `data.py prepare` makes shards of it in data/NAME, once",
+        "train on a text instead of --data_dir: a file, a folder, OWNER/NAME of the Hugging Face "
+        "hub, or pydoc; the first run prepares shards in data/NAME",
         path_name,
         "PATH",
     )
     mock_data: bool = flag(False, "train on synthetic, learnable bytes instead of --data_dir")
     ckpt_dir: str = flag(
         "checkpoints",
-        "checkpoints and metrics.jsonl; --mock_data adds mock/, --text the text's NAME",
+        "directory for checkpoints and metrics.jsonl; --mock_data adds mock/, --text adds NAME",
         *DIRECTORY,
     )
-    target_tokens: int = flag(10_000_000_000, "bytes to train on: the horizon", *BYTES)
+    target_tokens: int = flag(10_000_000_000, "bytes to train on (the horizon)", *BYTES)
     minutes: float | None = flag(
         None,
-        "choose --target_tokens for about this many minutes, by timing a few steps; works with "
-        "one process",
+        "choose --target_tokens for a run of about this many minutes, by timing a few steps; for "
+        "one process only",
         real(0, 1e9, above=True),
         "N",
     )
@@ -147,19 +148,19 @@ class Flags:
     )
     resume: str | None = flag(
         None,
-        "checkpoint to start from, or a run's directory, of which the newest is taken; the run "
-        "continues in --ckpt_dir, and if that holds a run already, that one is resumed instead",
+        "checkpoint to start from, or a run's directory (its newest checkpoint); the run continues "
+        "in --ckpt_dir, unless --ckpt_dir already holds a run, which is then resumed instead",
         path_name,
         "CHECKPOINT",
     )
-    reset_steps: bool = flag(False, "with --resume: load only the weights, and begin at step 0")
+    reset_steps: bool = flag(False, "with --resume: load only the weights, and start at step 0")
     dry_run: bool = flag(
         False,
-        "print settings, memory, disk and time of the run, and stop; it makes the shards of --text",
+        "print settings, memory, disk and time of the run, then exit (still prepares --text)",
     )
     config: str | None = flag(
         None,
-        "TOML file of flags; the command line and the environment override it",
+        "TOML file of flags; command line and environment override it",
         path_name,
         "FILE",
     )
@@ -171,20 +172,22 @@ class Flags:
         heading="model",
     )
     n_loops: int = flag(6, "loops of the recurrent core", integer(*RANGES["n_loops"]), "N")
-    random_loops: bool = flag(False, "draw the loops of each step: Poisson with mean --n_loops")
+    random_loops: bool = flag(
+        False, "draw each step's number of loops: Poisson with mean --n_loops"
+    )
 
     seq_len: int = flag(2048, "bytes per sequence", integer(*SEQ_LEN), "BYTES", heading="batch")
     micro_batch: int = flag(
         64,
-        "sequences per device and micro-step; if --global_batch alone sets the bytes of a step: "
-        "chosen, the largest that fits",
+        "sequences per device and micro-step; with --global_batch alone: the largest micro-batch "
+        "that fits",
         *N,
     )
     grad_accum: int = flag(1, "micro-steps per optimizer step", *N)
     global_batch: int | None = flag(
-        None, "bytes per step over all ranks, instead of --grad_accum", *BYTES
+        None, "bytes per optimizer step on all ranks together, instead of --grad_accum", *BYTES
     )
-    seed: int = flag(0, "seed of weights, data order, noise, loop counts", integer(0), "N")
+    seed: int = flag(0, "seed of weights, data order, noise and loop counts", integer(0), "N")
 
     target_flops: float | None = flag(
         None, "training FLOPs, instead of --target_tokens", POSITIVE, "FLOPS", heading="horizon"
@@ -198,45 +201,46 @@ class Flags:
 
     optimizer: str = flag(
         "auto",
-        "auto: muon for matrices, AdamW for others",
+        "auto: Muon for matrices, AdamW for other parameters",
         heading="optimizer",
         choices=("auto", *OPTIMIZERS),
     )
     lr: float = flag(
         3e-4,
-        "peak learning rate (Muon's updates are scaled to AdamW's size); recipes of other models "
-        "than original compute it from horizon and width, and halve it for AdamW",
+        "peak learning rate (Muon's updates are scaled to AdamW's size); all recipes except "
+        "original compute it from horizon and width, and halve it for AdamW",
         real(0, 1000, above=True),
         "RATE",
     )
     engram_lr: float = flag(
-        0.25, "learning rate of Engram tables (Adagrad): a row's first step has this size", *RATE
+        0.25, "learning rate of the Engram tables (Adagrad): size of a row's first update", *RATE
     )
     engram_reset: bool = flag(
         False,
-        "clear the Engram tables at the start of each further epoch, since they memorize the text",
+        "clear the Engram tables at the start of every epoch after the first, because they "
+        "memorize the text",
     )
     schedule: str = flag(
         "cosine",
-        "how the learning rate decays: a cosine, or constant and then linear (wsd)",
+        "decay of the learning rate: cosine, or constant and then linear (wsd)",
         choices=("cosine", "wsd"),
     )
     warmup_steps: int = flag(
-        10, "steps of linear warm-up; recipes of other models than original compute them", *STEPS
+        10, "steps of linear warm-up; all recipes except original compute them", *STEPS
     )
     wsd_decay_fraction: float = flag(
-        0.2, "last fraction of the horizon, in which wsd decays", *FRACTION
+        0.2, "fraction of the horizon, at its end, in which wsd decays", *FRACTION
     )
     min_lr_fraction: float = flag(
         0.1, "learning rate at the horizon, as a fraction of the peak", *FRACTION
     )
     weight_decay: float = flag(
-        0.1, "weight decay of matrices; vectors and hashed Engram tables have none", *RATE
+        0.1, "weight decay of matrices; none for vectors and hashed Engram tables", *RATE
     )
     dropout: float = flag(
         0.0,
-        "dropout at the core's input and output (bytes: a fifth); grows from 0 in the first epoch "
-        "to RATE in the eleventh",
+        "dropout at the core's input and output (on bytes: a fifth of it); grows from 0 in the "
+        "first epoch to RATE in the eleventh",
         real(0, 0.9),
         "RATE",
     )
@@ -244,10 +248,10 @@ class Flags:
     beta2: float = flag(0.95, "beta2 of AdamW", *BETA)
     momentum: float = flag(0.9, "momentum of Muon", *BETA)
     grad_clip: float = flag(
-        1.0, "largest norm of the gradient without hashed Engram tables; 0: off", real(0), "NORM"
+        1.0, "largest gradient norm, hashed Engram tables not counted; 0: off", real(0), "NORM"
     )
     max_skipped: int = flag(
-        10, "stop after this many steps in a row with a non-finite loss or gradient", *SOME_STEPS
+        10, "stop after this many consecutive steps with a non-finite loss or gradient", *SOME_STEPS
     )
 
     device: str = flag(
@@ -255,7 +259,7 @@ class Flags:
     )
     precision: str = flag(
         "auto",
-        "auto: bf16 where supported; fp32 without TF32: for comparisons, slow on a GPU",
+        "auto: bf16 if supported; fp32 (without TF32) is for comparisons, and slow on a GPU",
         choices=("auto", "fp8", "bf16", "fp32"),
     )
     fp8_experts: bool = flag(
@@ -263,13 +267,13 @@ class Flags:
     )
     moe_backend: str = flag(
         "auto",
-        "auto: tile or grouped, or triton where torch's grouped product is a loop; loop: the "
+        "auto: tile or grouped; triton if torch has no grouped kernel for this GPU. loop: the "
         "reference",
         choices=("auto", *BACKENDS),
     )
     compile: str = flag(
         "auto",
-        "torch.compile the layers; auto: on a GPU where it works",
+        "torch.compile the layers; auto: on a GPU, if it works",
         on_or_off,
         nargs="?",
         const="on",
@@ -277,50 +281,51 @@ class Flags:
     )
     recompute: str = flag(
         "auto",
-        "activation checkpointing; auto: as few layers as let a step fit into memory",
+        "activation checkpointing; auto: of as few layers as a step needs to fit into memory",
         choices=("auto", *RECOMPUTE),
     )
     shards: int = flag(
         1,
-        "shard weights, gradients and optimizer state over this many ranks; groups of ranks are "
-        "replicas",
+        "shard weights, gradients and optimizer state over this many ranks; each such group of "
+        "ranks is a replica",
         integer(1),
         "RANKS",
     )
     rank_timeout: float = flag(
-        900.0, "seconds that ranks wait for one another", real(0, 1e6, above=True), "SECONDS"
+        900.0, "seconds that ranks wait for each other", real(0, 1e6, above=True), "SECONDS"
     )
-    deterministic: bool = flag(
-        False, "on a GPU: use deterministic kernels, some of which are slower"
-    )
+    deterministic: bool = flag(False, "on a GPU: use deterministic kernels; some are slower")
 
     ckpt_every: int = flag(50, "steps between checkpoints", *SOME_STEPS, heading="checkpoints")
     keep_last: int = flag(2, "newest checkpoints to keep", integer(2), "N")
     keep_best: bool = flag(
         False,
-        "save at each new lowest validation loss, and keep that checkpoint too; sample.py DIR "
+        "save at every new lowest validation loss, and keep that checkpoint too; sample.py DIR "
         "--best loads it",
     )
 
     eval_every: int = flag(
-        250, "steps between evaluations; one more at the end; 0: none", *STEPS, heading="evaluation"
+        250,
+        "steps between evaluations; the last step is always evaluated; 0: no evaluation",
+        *STEPS,
+        heading="evaluation",
     )
     eval_tokens: int = flag(1_048_576, "held-out bytes per evaluation", *BYTES)
     patience: int = flag(
         0,
-        "end the run after this many evaluations in a row without a lower loss; 0: never",
+        "end the run after this many consecutive evaluations without a lower loss; 0: never",
         integer(0),
         "N",
     )
     sample_every: int = flag(0, "steps between logged samples; 0: none", *STEPS)
     sample_prompt: str | None = flag(
-        None, "prompt of the samples; default: held-out text, if the run evaluates", metavar="TEXT"
+        None, "prompt of the samples; default: held-out text if the run evaluates", metavar="TEXT"
     )
 
     log_every: int | None = flag(
         None,
-        "steps between lines of the log; default: ten seconds, or a hundredth of the run if that "
-        "is longer, at most ten minutes",
+        "steps between lines of the log; default: a line every ten seconds or every hundredth of "
+        "the run, whichever is longer, but at least every ten minutes",
         *SOME_STEPS,
         heading="logs",
     )
@@ -330,11 +335,11 @@ class Flags:
     profile: bool = flag(False, "write a profiler trace of steps 3 to 5 to --ckpt_dir")
 
     def recorded(self) -> dict[str, Any]:
-        """Return the flags that a checkpoint keeps. A resumed run reports that one has changed."""
+        """Return the flags that a checkpoint records; a resumed run reports changes of them."""
         return {name: value for name, value in asdict(self).items() if name not in UNRECORDED}
 
 
-# The flags that a checkpoint does not keep: they train nothing, or stand elsewhere in it
+# Flags that a checkpoint does not record: they do not affect training, or have their own entry
 UNRECORDED = """
     model text ckpt_dir max_steps resume reset_steps dry_run config set n_loops grad_accum
     target_flops target_param_data_ratio max_skipped device precision fp8_experts moe_backend
@@ -342,16 +347,16 @@ UNRECORDED = """
     patience sample_every sample_prompt log_every run profile
 """.split()
 
-# The flags that a variable of the environment sets, too: the name in capitals
+# Flags that an environment variable also sets; its name is the flag's in capitals
 ENVIRONMENT = "data_dir target_tokens n_loops seq_len micro_batch grad_accum lr ckpt_every".split()
 
-# Mutually exclusive: one that is set with more precedence drops the others.
+# Mutually exclusive flags: the source of higher precedence drops the others.
 HORIZONS = ("target_tokens", "minutes", "target_flops", "target_param_data_ratio")
 ALTERNATIVES = (HORIZONS, ("grad_accum", "global_batch"), ("data_dir", "mock_data", "text"))
 
 
 def flag_parser(prog: str = "train.py", description: str | None = __doc__) -> Parser:
-    """Make the parser of Flags. What it parses holds only the flags that are given."""
+    """Make the parser of Flags. Its result holds only the flags that are given."""
     parser = Parser(prog=prog, description=description, argument_default=argparse.SUPPRESS)
     add_flags(parser, Flags)
     add = parser.add_argument_group("aliases").add_argument
@@ -374,9 +379,9 @@ def flag_parser(prog: str = "train.py", description: str | None = __doc__) -> Pa
 def parse_args(
     argv: list[str] | None = None, environ: Mapping[str, str] = os.environ
 ) -> CommandLine:
-    """Parse the command line, the environment and the --config file, in this order of precedence.
+    """Parse flags. Precedence, highest first: command line, environment, --config file.
 
-    Raise UsageError for a bad value, or for flags that contradict one another."""
+    Raise UsageError for a bad value, or for flags that contradict each other."""
     words = words_of(argv)
     if HELP & {*words}:
         print_help([word for word in words if word not in HELP], environ)
@@ -398,13 +403,15 @@ def parse_args(
         given |= inherited[source]
     horizons = [name for name in HORIZONS if name in given]
     if len(horizons) > 1:
-        raise UsageError(f"--{horizons[1]}: --{horizons[0]} already sets the horizon: give one")
+        raise UsageError(
+            f"--{horizons[1]}: --{horizons[0]} already sets the horizon: give only one"
+        )
 
     flags = Flags(**given)
     if flags.text:
         if flags.text == "-" or given.keys() & {"data_dir", "mock_data"}:
             raise UsageError(
-                "--text: give a file, a folder or a name, without --data_dir and --mock_data; for "
+                "--text: give a file, a folder or a name, without --data_dir or --mock_data; for "
                 "standard input: python data.py prepare - --out data/NAME"
             )
         name = os.path.basename(os.path.abspath(flags.text)).strip(".").partition(".")[0]
@@ -415,9 +422,9 @@ def parse_args(
 
 
 def remaining(weaker: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
-    """Return the flags of a weaker source that stronger ones leave.
+    """Return the flags of a weaker source that no stronger source overrides.
 
-    A weaker value is dropped if the flag itself, or one of its ALTERNATIVES, is given."""
+    A stronger value overrides the flag itself and its ALTERNATIVES."""
     chosen = {name for name, value in given.items() if value is not False}
     dropped = set(given)
     for names in ALTERNATIVES:
@@ -427,17 +434,21 @@ def remaining(weaker: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
 
 
 def default_ckpt_dir(flags: Flags) -> str:
-    """Return the default of --ckpt_dir. Runs on mock data, on a text and from another run's weights
-    have directories of their own. The last kind has the name of the other run, and of its
-    checkpoint if one is given: from-RUN-spider-stepN."""
+    """Return the default of --ckpt_dir.
+
+    --mock_data                          checkpoints/mock
+    --text PATH                          checkpoints/NAME
+    --resume RUN/... --reset_steps       .../from-RUN or .../from-RUN-spider-stepN
+    else                                 checkpoints
+    """
     directory = flags.ckpt_dir
     if flags.mock_data:
         directory = os.path.join(directory, "mock")
     if flags.text:
         directory = os.path.join(directory, os.path.basename(flags.data_dir))
     if flags.reset_steps and flags.resume:
-        start = os.path.relpath(flags.resume.removesuffix(".pt"), directory)
-        names = [name for name in Path(start).parts[-2:] if name != ".."]
+        weights = os.path.relpath(flags.resume.removesuffix(".pt"), directory)
+        names = [name for name in Path(weights).parts[-2:] if name != ".."]
         directory = os.path.join(directory, "-".join(("from", *names)))
     return directory
 
@@ -446,7 +457,7 @@ HELP = {"-h", "--help"}
 
 
 def print_help(words: list[str], environ: Mapping[str, str]):
-    """Print the flags, with the defaults of the recipe that a new run would take, and exit."""
+    """Print the flags with the defaults of the recipe that a new run would use, and exit."""
     flags = Flags()
     with suppress(UsageError):
         flags = parse_args(words, environ).flags
@@ -479,9 +490,9 @@ def steps_of(flags: Flags) -> float:
 
 
 def fitted_lr(flags: Flags, config: SpiderConfig) -> float:
-    """Return the peak learning rate for a horizon and a width; half of it for AdamW.
+    """Return the peak learning rate for a horizon and a width; AdamW gets half.
 
-    A fit to runs of up to 2,930 steps and 256 wide (docs/results/learning.md)."""
+    Fitted to runs of up to 2,930 steps and width 256 (docs/results/learning.md)."""
     by_steps = min(0.02, 0.116 * steps_of(flags) ** -0.4)
     by_width = (128 / config.hidden_size) ** 0.5
     by_optimizer = 0.5 if flags.optimizer in ("adamw", "adamw8bit") else 1.0
@@ -489,15 +500,14 @@ def fitted_lr(flags: Flags, config: SpiderConfig) -> float:
 
 
 def fitted_warmup(flags: Flags, config: SpiderConfig) -> int:
-    """Return the optimizer steps of warm-up: a twenty-fifth of the horizon, at most 40 and at least
-    6; of a very short one a fifth."""
+    """Return the steps of warm-up: 1/25 of the horizon, between 6 and 40; for a horizon below 30
+    steps, 1/5."""
     steps = steps_of(flags)
     return int(min(40, max(steps / 25, min(6, steps / 5))))
 
 
 def ten_evaluations(flags: Flags, config: SpiderConfig) -> int:
-    """Return the steps between evaluations, for ten of them in a run; resolve.with_evaluations
-    limits what they cost."""
+    """Return the steps between evaluations if a run has ten; with_evaluations limits their cost."""
     return max(1, math.ceil(steps_of(flags) / 10))
 
 
@@ -519,7 +529,7 @@ TINY = Recipe(
 RECIPES = {
     "1b": Recipe(dict(global_batch=131_072, engram_reset=True), FITTED),
     "base": Recipe(dict(n_loops=1, global_batch=131_072, engram_reset=True), FITTED),
-    "original": Recipe(dict(momentum=0.95), {}),  # of the project that this one began from
+    "original": Recipe(dict(momentum=0.95), {}),  # the model that this project began from
     "small": Recipe(
         TINY.values | dict(target_tokens=30_000_000, eval_tokens=1_048_576), TINY.rules
     ),
@@ -528,15 +538,15 @@ RECIPES = {
 
 
 # --------------------------------------------------------------------------------------------------
-# The schedule: all that varies by step
+# The schedule: everything that varies by step
 
-# Fraction of the horizon, so that every loop learns (docs/results/mechanisms.md)
+# Fraction of the horizon; makes every loop learn (docs/results/mechanisms.md)
 HALTING_WARMUP = 1 / 8
-DROPOUT_EPOCHS = 10  # until dropout reaches --dropout: text is memorized gradually
+DROPOUT_EPOCHS = 10  # until dropout reaches --dropout; memorization is gradual, too
 
 
 class StepSettings(NamedTuple):
-    """What varies by step."""
+    """The settings that vary by step."""
 
     n_loops: int
     lr_factor: float = 1.0  # fraction of the peak learning rate
@@ -548,9 +558,7 @@ class StepSettings(NamedTuple):
 def settings_of_step(
     flags: Flags, loader: Loader, progress: RunProgress, horizon: int
 ) -> StepSettings:
-    """Return the settings of the next step.
-
-    horizon: steps done plus steps left at the current batch size."""
+    """Return the settings of the next step. horizon: the schedule's last step."""
     step = progress.step
     first = progress.next_sequence(flags.seq_len)
     begins_epoch = loader.epoch(first) > progress.epoch
@@ -564,8 +572,8 @@ def settings_of_step(
 
 
 def lr_factor(step: int, horizon: int, flags: Flags) -> float:
-    """Return the learning rate of a step (from 0) as a fraction of the peak: linear warm-up, then
-    --schedule."""
+    """Return the learning rate of a step (counted from 0) as a fraction of the peak: linear
+    warm-up, then --schedule."""
     warmup = flags.warmup_steps
     if step < warmup:
         return (step + 1) / (warmup + 1)
@@ -588,26 +596,26 @@ def epochs_in(n_bytes: int, loader: Loader) -> np.ndarray:
 
 
 def clears_tables(flags: Flags, loader: Loader, first: int) -> bool:
-    """Decide whether to clear the Engram tables for an epoch that begins at sequence `first`.
+    """Decide whether to clear the Engram tables for the epoch that begins at sequence `first`.
 
-    Not if less than half of the epoch will be read: nearly empty tables at the end of a run cost
-    more than memorized rows."""
+    Keep them if the run will read less than half of the epoch: nearly empty tables at the end of a
+    run cost more than memorized rows."""
     bytes_left = flags.target_tokens - first * flags.seq_len
     epochs_left = epochs_in(bytes_left, loader)
     return flags.engram_reset and float(loader.share @ epochs_left) >= 0.5
 
 
 def dropout_at(flags: Flags, loader: Loader, first: int) -> float:
-    """Return the dropout of a step that begins at sequence `first`: 0 in the first epoch, growing
-    to --dropout after DROPOUT_EPOCHS. For a mixture it is the mean over its sources."""
+    """Return the dropout of the step that begins at sequence `first`: it grows from 0 to --dropout
+    over DROPOUT_EPOCHS. A mixture uses the weighted mean over its sources."""
     grown = (loader.epochs(first) / DROPOUT_EPOCHS).clip(max=1)
     return flags.dropout * float(loader.share @ grown)
 
 
 def loops_of_step(flags: Flags, step: int) -> int:
-    """Return --n_loops, or with --random_loops a Poisson draw of that mean, at least 1.
+    """Return --n_loops, or with --random_loops a Poisson draw with this mean, at least 1.
 
-    The draw is the same on every rank."""
+    All ranks draw the same number."""
     if not flags.random_loops:
         return flags.n_loops
     generator = np.random.default_rng(step_seed(flags.seed, step, "loops"))
@@ -619,10 +627,10 @@ def loops_of_step(flags: Flags, step: int) -> int:
 
 
 def build_model(model: Spider, plan: Plan, world: World) -> Spider:
-    """Make a model on the meta device ready to train, in place; return it.
+    """Turn a model on the meta device into a model that is ready to train, in place; return it.
 
-    It is initialized from --seed, gets precision, backend and compilation, and is sharded over the
-    ranks. Raise TooLarge where a step surely needs more memory than there is."""
+    Initialize it from --seed; set precision, expert backend and compilation; shard it over the
+    ranks. Raise TooLarge if a step certainly needs more memory than there is."""
     flags = plan.flags
     estimate.check_memory(plan, world)
     torch.manual_seed(flags.seed)
@@ -643,16 +651,16 @@ def build_model(model: Spider, plan: Plan, world: World) -> Spider:
 
 
 def warm_up(model: Spider, plan: Plan, batch: Batch):
-    """Compile kernels, and take the memory of micro-steps, by two passes on a batch; weights,
-    random state and buffers stay unchanged.
+    """Run two passes on a batch, to compile kernels and allocate the memory of micro-steps.
+    Weights, random state and buffers stay unchanged.
 
-    If torch.compile fails on the layers, run them uncompiled under --compile auto, else raise
-    UsageError."""
+    If torch.compile fails, run the layers uncompiled under --compile auto, else raise UsageError.
+    """
     flags = plan.flags
     try:
         with model.cast_weights_once():
             for noise_seed in range(2):
-                if flags.grad_accum == 1:  # a pass then has no gradients of the one before
+                if flags.grad_accum == 1:  # then no pass adds to gradients of an earlier pass
                     model.zero_grad()
                 out = model(
                     batch.ids,
@@ -664,13 +672,13 @@ def warm_up(model: Spider, plan: Plan, batch: Batch):
                     dropout=flags.dropout,
                 )
                 out.loss.backward()
-    except Exception as fault:  # whatever Dynamo, Inductor and Triton provoke
+    except Exception as fault:  # Dynamo, Inductor and Triton raise errors of many types
         if not model.compiled or machine.is_out_of_memory(fault):
             raise
         line = machine.describe_compile_error(fault, batch.ids.device)
         if flags.compile == "on" or plan.ranks > 1:
             raise UsageError(f"--compile: {line}; or use --compile off") from fault
-        logger.warning(f"{line}: the layers run uncompiled")
+        logger.warning(f"{line}; continuing without torch.compile")
         model.uncompile_layers()
     else:
         return
@@ -679,30 +687,30 @@ def warm_up(model: Spider, plan: Plan, batch: Batch):
     warm_up(model, plan, batch)
 
 
-# Fraction of a GPU's memory to leave: for CUDA itself, the allocator's holes, and batches of more
+# Fraction of a GPU's memory to leave free for CUDA itself, fragmentation, and batches with more
 # segments
 SPARE = 0.1
 
 
 def proves_memory(world: World) -> bool:
-    """Return whether the warm-up proves that a step fits; several ranks would have to agree."""
+    """Return whether the warm-up tests that a step fits: on one GPU. Several ranks would have to
+    agree on the outcome."""
     return world.device.type == "cuda" and world.ranks == 1
 
 
 def fit_micro_batch(
     model: Spider, optimizers: Optimizers, plan: Plan, loader: Loader, world: World
 ) -> Plan:
-    """Warm up. On one GPU, halve the micro-batch until the passes leave a tenth of the memory;
-    return the plan with that micro-batch, whose steps have as many bytes.
+    """Warm up. On one GPU, halve the micro-batch until the passes leave a tenth of the memory free;
+    return the plan with this micro-batch. The bytes of a step stay the same.
 
-    A micro-batch of 1 is kept, even if it leaves less. If it does not fit, raise OutOfMemoryError.
-    """
+    Keep a micro-batch of 1 even if it leaves less; raise OutOfMemoryError if it does not fit."""
     proves = proves_memory(world)
     if not (proves or plan.flags.precision == "fp8" or plan.flags.compile != "off"):
         return plan
     total = machine.memory_of(world.device)
-    # What a step takes after these passes: the gradients of tables, of which the passes have those
-    # of two micro-steps, and without a checkpoint the optimizers' state.
+    # A step allocates more than the two passes: the table gradients of all its micro-steps, and in
+    # a new run the optimizers' state.
     state_to_come = 0.0
     if not any(optimizer.state for optimizer in optimizers.by_name.values()):
         state = estimate.state_size(model, plan.flags.optimizer)
@@ -726,9 +734,9 @@ def fit_micro_batch(
         before = plan.flags.micro_batch
         plan = with_half_micro_batch(plan)
         logger.warning(
-            f"--micro_batch {before} takes at least {taken / 1e9:.1f} GB of the GPU's "
-            f"{total / 1e9:.1f}: a step of as many bytes takes --micro_batch "
-            f"{plan.flags.micro_batch} --grad_accum {plan.flags.grad_accum}"
+            f"--micro_batch {before} needs at least {taken / 1e9:.1f} GB of the GPU's "
+            f"{total / 1e9:.1f}: using --micro_batch {plan.flags.micro_batch} --grad_accum "
+            f"{plan.flags.grad_accum}, which gives a step of the same bytes"
         )
 
 
@@ -751,23 +759,24 @@ def optimizers_of(flags: Flags, model: Spider) -> Optimizers:
 
 
 def accumulate(model: Spider, batches: list[Batch], now: StepSettings) -> dict[str, Tensor]:
-    """Run forward and backward over a step's micro-steps; change nothing but gradients. Return
-    sums over the micro-steps of this rank: loss (nats), total_loss, segments, mean_loops, the other
-    loss terms, n_bytes, tokens_per_expert [L, E], and boundary_counts (Spider.update_boundaries).
+    """Run forward and backward over a step's micro-steps; only gradients change.
 
-    Waits for the device once per micro-step, for the number of segments."""
+    Return sums over the micro-steps of this rank: loss (nats), total_loss, segments, mean_loops,
+    the other loss terms, n_bytes, tokens_per_expert [L, E] (L: layers with experts), and
+    boundary_counts (Spider.update_boundaries).
+    Wait for the device once per micro-step, for the number of segments."""
     sharding = sharding_of(model)
     passes = len(batches) * sharding.ranks
     targets = sum(batch.targets for batch in batches)
     all_targets: Tensor | int = max(1, targets)
-    if isinstance(sharding, Sharded):  # summed on the device, since the host need not know
+    if isinstance(sharding, Sharded):  # summed on the device: the host does not need the sum
         world = sharding.world
         of_rank = torch.full((), targets, dtype=torch.float64, device=world.device)
         all_targets = world.sum(of_rank).clamp_min(1)
     sums: dict[str, Tensor] = {}
-    # Terms that are means over bytes (by_byte) weigh by the batch's part of the step's targets, so
-    # that all bytes weigh equally, however many are PAD. The others (balance, ponder, boundaries,
-    # ...) are means over all passes.
+    # Loss terms that are means over bytes (by_byte) are weighted by the batch's fraction of the
+    # step's targets. So all bytes have equal weight, however many labels are PAD. The other terms
+    # (balance, ponder, boundaries, ...) are averaged over all passes.
     with model.cast_weights_once():
         for batch in batches:
             out: SpiderOutput = model(
@@ -806,8 +815,8 @@ def accumulate(model: Spider, batches: list[Batch], now: StepSettings) -> dict[s
 
 
 def on_device(number: float, like: Tensor) -> Tensor:
-    """Return a number as a float64 tensor. It is filled in on the device of `like`: to copy it from
-    the host would wait."""
+    """Return a number as a float64 tensor on the device of `like`. It is filled in on the device;
+    a copy from the host would wait."""
     return like.new_full((), number, dtype=torch.float64)
 
 
@@ -825,7 +834,7 @@ def unpack(vector: Tensor, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return tensors
 
 
-# Order in metrics.jsonl; the other terms of the loss follow
+# First keys of a line of metrics.jsonl, in order; the other loss terms follow
 FIRST_METRICS = (
     "loss",
     "total_loss",
@@ -837,7 +846,7 @@ FIRST_METRICS = (
 
 
 class StepNumbers(NamedTuple):
-    """The numbers of a step over all ranks: tensors on the device, and what the host must know."""
+    """The numbers of a step over all ranks: tensors on the device, and floats for the host."""
 
     total_norm: Tensor  # norm of the gradient
     tokens_per_expert: Tensor  # [L, E]
@@ -849,8 +858,8 @@ class StepNumbers(NamedTuple):
 def reduce_numbers(
     optimizers: Optimizers, sums: dict[str, Tensor], vote: float = 0.0
 ) -> StepNumbers:
-    """Sum the numbers of a step over ranks by one all-reduce. Wait for the device once, for all of
-    them: the host must know them before it updates."""
+    """Sum the numbers of a step over ranks in one all-reduce, and copy them to the host, which
+    needs them before the update. After the passes, the step waits for the device only here."""
     of_rank = sums | dict(votes=on_device(vote, sums["loss"]))
     total_norm, packed = optimizers.sharding.all_reduce_step(optimizers.dense, pack(of_rank))
     totals = unpack(packed, of_rank)
@@ -876,9 +885,8 @@ def update(
     now: StepSettings,
     grad_clip: float = 1.0,
 ) -> bool:
-    """Update the weights from accumulated gradients; return whether they changed.
-
-    They do not if loss or gradient is not finite."""
+    """Update the weights from the accumulated gradients; return whether they changed. A loss or
+    gradient that is not finite changes nothing."""
     metrics = numbers.metrics
     norm = metrics["grad_norm"]
     finite = math.isfinite(metrics["total_loss"]) and math.isfinite(norm)
@@ -904,7 +912,7 @@ def train_step(
 ) -> tuple[dict[str, Any], float]:
     """Run one optimizer step; return its metrics, and the sum of the ranks' votes to stop."""
     sums = accumulate(model, batches, now)
-    vote = 0.0 if stop is None else stop.vote  # not before the passes, which take the time
+    vote = 0.0 if stop is None else stop.vote  # after the passes, in which most signals arrive
     numbers = reduce_numbers(optimizers, sums, vote)
     updated = update(model, optimizers, numbers, now, grad_clip)
     return numbers.metrics | dict(skipped=not updated), numbers.votes
@@ -913,8 +921,8 @@ def train_step(
 # --------------------------------------------------------------------------------------------------
 # Evaluation and samples
 
-SAMPLE_START = 64  # bytes of held-out text, the default prompt of a sample
-SAMPLE_SECONDS = 10.0  # after which a sample ends
+SAMPLE_START = 64  # bytes of held-out text in the default prompt of a sample
+SAMPLE_SECONDS = 10.0  # a sample ends after this time
 
 Validation = Mapping[str, tuple[Tensor, Tensor]]  # ids and labels [n, T] of each source
 
@@ -923,10 +931,10 @@ Validation = Mapping[str, tuple[Tensor, Tensor]]  # ids and labels [n, T] of eac
 def evaluate(
     model: Spider, validation: Validation, rows: int, n_loops: int, world: World
 ) -> dict[str, float]:
-    """Evaluate on validation rows, so many at a time, distributed over ranks.
+    """Evaluate on the validation sets, this many rows at a time, distributed over ranks.
 
-    Return val_loss, val_bpb and val_bytes_per_segment over all sources. If there are several, add
-    the bits per byte of each as val_bpb/NAME. The model is in training mode afterwards."""
+    Return val_loss, val_bpb and val_bytes_per_segment over all sources; for several sources, also
+    val_bpb/NAME of each. The model is in training mode afterward."""
     logger.info("evaluating")
     model.eval()
     total = Totals()
@@ -953,10 +961,10 @@ def evaluate(
 
 
 def log_sample(model: Spider, step: int, flags: Flags, validation: Validation):
-    """Log generated bytes as lines of text; the generator's seed is a function of (--seed, step).
+    """Log a sample as lines of text; its seed is a function of (--seed, step).
 
-    They continue --sample_prompt, else the first bytes of the `validation` rows, else a line break:
-    BOS alone is a bad prompt, because a text file is one document and has it only once."""
+    The sample continues --sample_prompt, else the first bytes of `validation`, else a line break.
+    BOS alone is a bad prompt: a text file is one document, so BOS occurs in it only once."""
     whole = gather_model(model)
     if whole is None:  # not on rank 0
         return
@@ -981,20 +989,19 @@ def log_sample(model: Spider, step: int, flags: Flags, validation: Validation):
         logger.info(f"step {step} continues {decode(prompt)[-40:]!r}:")
         for line in text.split("\n"):
             logger.info(f"    {line.expandtabs()}")
-    except Exception as fault:  # such as full memory: the run is worth more
+    except Exception as fault:  # such as out of memory: no sample is worth the run
         logger.warning(f"step {step}: no sample: {fault}")
     whole.train()
 
 
-MIN_SECONDS_TIMED = 2.0  # duration of the timed steps, at least one
+MIN_SECONDS_TIMED = 2.0  # total time of the timed steps
 
 
 def time_steps(plan: Plan, world: World, loader: Loader) -> float:
-    """Measure the bytes/s of optimizer steps as in the middle of the run, for --minutes and the dry
-    run. They train a model of their own."""
+    """Time a few mid-run optimizer steps on a throwaway model; return bytes/s."""
     flags = plan.flags
     logger.info(f"timing a few steps of {plan.step_bytes:,} bytes")
-    # plan.model is the run's, and a subclass may hold what cannot be copied
+    # A new model: plan.model is for the run, and a subclass may hold values that cannot be copied.
     model = build_model(on_meta(plan.model_class, plan.config), plan, world)
     optimizers = optimizers_of(flags, model)
     plan = fit_micro_batch(model, optimizers, plan, loader, world)
@@ -1008,7 +1015,7 @@ def time_steps(plan: Plan, world: World, loader: Loader) -> float:
         optimizers.set_lr(flags.lr, lr_factor(step, plan.horizon, flags))
         train_step(model, optimizers, batches, now, flags.grad_clip)
         times.append(time.perf_counter() - began)
-    # The run's own model needs the memory: do not wait for the collector, nor keep it for torch.
+    # Free the memory now: the run's own model needs it.
     del model, optimizers, batches
     gc.collect()
     torch.cuda.empty_cache()
@@ -1017,6 +1024,46 @@ def time_steps(plan: Plan, world: World, loader: Loader) -> float:
 
 # --------------------------------------------------------------------------------------------------
 # main
+
+
+def open_sources(flags: Flags, world: World) -> list[Source]:
+    """Open the training data; prepare shards of --text first, on rank 0."""
+    if flags.text:
+        out = Path(flags.data_dir)
+        world.on_rank0(partial(prepare, [flags.text], out, Documents(), reuse=True))
+    return [mock_source(flags.seed)] if flags.mock_data else open_data(flags.data_dir)
+
+
+def open_directory(flags: Flags, closing: ExitStack) -> StartCheckpoint:
+    """Create and lock --ckpt_dir; return the checkpoint to start from. Only rank 0 calls this."""
+    directory = Path(flags.ckpt_dir)
+    if not flags.dry_run:
+        directory.mkdir(parents=True, exist_ok=True)
+        closing.enter_context(files.locked(directory))
+    return load_start(directory, flags.resume, flags.reset_steps)
+
+
+def lacks_evaluation(progress: RunProgress, flags: Flags, last_step: int) -> bool:
+    """Return whether a finished run lacks the evaluation of its last step. A signal may have
+    interrupted this evaluation."""
+    if not flags.eval_every or progress.step != last_step or progress.metrics is None:
+        return False
+    return "val_loss" not in progress.metrics
+
+
+def state_of(
+    model: Spider, optimizers: Optimizers, plan: Plan, loader: Loader, progress: RunProgress
+) -> dict[str, Any]:
+    """Return the content of a checkpoint. Every rank calls this."""
+    return dict(
+        model_state_dict=model_state(model),
+        optimizer_state_dict=optimizers.state_dict(),
+        cfg=asdict(model.config),
+        recipe=plan.recipe,
+        **loader.mixture,
+        flags=plan.flags.recorded(),
+        **asdict(progress),
+    )
 
 
 def main(
@@ -1030,57 +1077,48 @@ def main(
 
     `closing` closes all resources."""
     # ----------------------------------------------------------------------------------------------
-    # Process, ranks, data, checkpoint, plan
-    flags = command.flags
-    directory = Path(flags.ckpt_dir)
+    # Process, ranks, data
+    asked = command.flags
+    directory = Path(asked.ckpt_dir)
     machine.start_log("INFO" if world.is_rank0 else "ERROR")
-    device = machine.resolve_device(flags.device)
-    machine.configure_torch(device, flags.deterministic)
-    world.join(device, flags.shards, flags.rank_timeout)
-    if flags.text:
-        out = Path(flags.data_dir)
-        world.on_rank0(partial(prepare, [flags.text], out, Documents(), reuse=True))
-    sources = [mock_source(flags.seed)] if flags.mock_data else open_data(flags.data_dir)
+    device = machine.resolve_device(asked.device)
+    machine.configure_torch(device, asked.deterministic)
+    world.join(device, asked.shards, asked.rank_timeout)
+    sources = open_sources(asked, world)
     held_out = sum(len(source.val) for source in sources)
 
-    def open_directory() -> StartCheckpoint:
-        if not flags.dry_run:
-            directory.mkdir(parents=True, exist_ok=True)
-            closing.enter_context(files.locked(directory))
-        return load_start(directory, flags.resume, flags.reset_steps)
-
-    start = world.on_rank0(open_directory, StartCheckpoint.without_tensors)
+    # ----------------------------------------------------------------------------------------------
+    # Checkpoint, plan, position in the run
+    start = world.on_rank0(partial(open_directory, asked, closing), StartCheckpoint.without_tensors)
     plan = resolve_plan(command, RECIPES, world, start, model_class, held_out)
-    loader = Loader(sources, plan.flags.seq_len, flags.seed)
-    if flags.minutes and not start.resumes:
+    loader = Loader(sources, plan.flags.seq_len, plan.flags.seed)
+    if asked.minutes and not start.resumes:
         if world.ranks > 1:
             raise UsageError("--minutes times steps on one process: use --target_tokens")
         plan = with_minutes(plan, held_out, time_steps(plan, world, loader))
-    flags = plan.flags
     progress, changed = progress_of(start, plan, loader.mixture, loader.epoch)
-    bytes_left = max(0, flags.target_tokens - progress.bytes_seen)
+    bytes_left = max(0, plan.flags.target_tokens - progress.bytes_seen)
     horizon = progress.step + math.ceil(bytes_left / plan.step_bytes)  # the schedule's last step
-    last_step = flags.max_steps or horizon
+    last_step = plan.flags.max_steps or horizon
 
     # ----------------------------------------------------------------------------------------------
-    # What was chosen, and whether there is something to do
+    # What was chosen; a dry run, or a run without steps left, ends here and changes no file
     remarks = describe_run(plan, sources, last_step, command.inherited, world)
-    rate_of = partial(lr_factor, horizon=horizon, flags=flags)
-    epochs = epochs_in(flags.target_tokens, loader).max()
+    rate_of = partial(lr_factor, horizon=horizon, flags=plan.flags)
+    epochs = epochs_in(plan.flags.target_tokens, loader).max()
     warnings = horizon_warnings(plan, epochs, horizon, rate_of)
-    if flags.dry_run:
+    if asked.dry_run:
         if not world.is_rank0:
             return 0
         remarks += describe_recipe(plan)
         remarks += [f"warning: {line}" for line in warnings]
         return print_dry_run(plan, remarks, world, partial(time_steps, plan, world, loader))
-    if progress.step >= last_step or progress.out_of_patience(flags.patience):
+    if progress.step >= last_step or progress.out_of_patience(plan.flags.patience):
         check_finished(start, plan, progress, changed)
-        # A signal may have kept it from the evaluation of its last step.
-        evaluated = progress.metrics is None or "val_loss" in progress.metrics
-        if evaluated or not flags.eval_every or progress.step != last_step:
+        if not lacks_evaluation(progress, plan.flags, last_step):
             log_end(plan, progress, horizon, "nothing left to train")
-            return 0  # without a change to any file
+            return 0
+        # Else the loop below evaluates and saves, without a step.
     for line in remarks:
         logger.info(line)
     needs, lacking = estimate.describe_needs(plan, world)
@@ -1092,24 +1130,24 @@ def main(
     # ----------------------------------------------------------------------------------------------
     # Model and optimizers, restored from the checkpoint
     validation: Validation = {}
-    if flags.eval_every:
-        validation = validation_sets(sources, flags.seq_len, flags.eval_tokens)
+    if plan.flags.eval_every:
+        validation = validation_sets(sources, plan.flags.seq_len, plan.flags.eval_tokens)
     model = build_model(plan.model, plan, world)
-    optimizers = optimizers_of(flags, model)
+    optimizers = optimizers_of(plan.flags, model)
     restore(start, plan, model, optimizers, progress, changed)
-    resumes_in_place = start.is_in(flags.ckpt_dir)
+    resumes_in_place = start.is_in(plan.flags.ckpt_dir)
     has_others_weights = start.path is not None and not start.resumes
-    del start  # frees the checkpoint's state, which is in the model now, before passes take memory
-    # A checkpoint has the rate of the last step, also where only its evaluation is left.
+    del start  # free the checkpoint's tensors before the warm-up measures memory
+    # The last step's rate, which a checkpoint records even if only its evaluation is left
     last_rate = rate_of(max(0, progress.step - 1))
-    optimizers.set_lr(flags.lr, last_rate)
+    optimizers.set_lr(plan.flags.lr, last_rate)
     plan = fit_micro_batch(model, optimizers, plan, loader, world)
-    flags = plan.flags  # the micro-batch may be smaller now: Feed and checkpoints need it
+    flags = plan.flags  # final only now: the micro-batch may have been halved
 
     # ----------------------------------------------------------------------------------------------
     # Batches, checkpoints, logs
-    first = progress.next_sequence(flags.seq_len)
-    feed = Feed(loader, plan.layout, world.rank, world.device, progress.step, first)
+    next_sequence = progress.next_sequence(flags.seq_len)
+    feed = Feed(loader, plan.layout, world.rank, world.device, progress.step, next_sequence)
     writer = CheckpointWriter(
         directory, flags.keep_last, flags.keep_best, world, progress.step, resumes_in_place
     )
@@ -1122,7 +1160,7 @@ def main(
     evaluate_now = partial(evaluate, model, validation, rows, flags.n_loops, world)
     if has_others_weights and validation:
         logger.info("before the first step:")
-        evaluate_now()  # for the log alone: step 0 is never saved, so it is no best loss
+        evaluate_now()  # only logged: step 0 is never saved, so its loss is no best_loss
     log = StepLog(plan, progress, last_step)
     peak = machine.product_rate(world.device) * world.ranks
     flops_per_byte = cache(partial(estimate.flops_per_byte, model, seq_len=flags.seq_len))
@@ -1131,42 +1169,30 @@ def main(
     if world.is_rank0:
         if flags.profile:
             profiler = start_profiler(directory, closing)
-        # Not before: a signal up to here leaves the file as it is.
+        # Opened last: a signal before this line leaves the file as it is.
         first_line = progress.step if progress.metrics else progress.step + 1
         metrics_file = closing.enter_context(Metrics(directory / "metrics.jsonl", first_line))
-        # not after a signal: then there may be time only to save
+        # A signal skips the last curves: there may be time only to save.
         closing.callback(stop.may_interrupt, partial(write_curves, directory, ends=True))
-    closing.callback(writer.thread.shutdown)  # before the file is closed, which it syncs
-    drawn = time.perf_counter()  # when curves.png was
-
-    def sync_metrics():
-        if metrics_file:
-            metrics_file.sync()
+    closing.callback(writer.thread.shutdown)  # runs before the file closes, which the thread syncs
+    drawn = time.perf_counter()  # when curves.png was drawn
 
     def save():
-        state = dict(
-            model_state_dict=model_state(model),
-            optimizer_state_dict=optimizers.state_dict(),
-            cfg=asdict(model.config),
-            recipe=plan.recipe,
-            **loader.mixture,
-            flags=flags.recorded(),
-            **asdict(progress),
-        )
-        writer.save(state, sync_metrics)
+        state = state_of(model, optimizers, plan, loader, progress)
+        writer.save(state, metrics_file.sync if metrics_file else lambda: None)
 
     # ----------------------------------------------------------------------------------------------
-    # The loop: what is due after a step, then the next one
+    # The loop: first everything that is due after the last step, then the next step
     while True:
         step = progress.step
         is_last = step >= last_step
 
-        if progress.metrics:  # a step was made
-            # Once in a while: evaluate. A signal interrupts it, but not its record.
+        if progress.metrics:  # a step was made, now or before the run resumed
+            # Once in a while: evaluate. A signal interrupts the evaluation.
             evaluates = flags.eval_every and (is_last or step % flags.eval_every == 0)
             if evaluates and progress.val_loss is None:
                 if is_last and step > writer.saved_step:
-                    save()  # so that a kill in the evaluation costs no step
+                    save()  # a kill during the evaluation then costs no step
                 found = stop.may_interrupt(evaluate_now)
                 if found is not None:
                     progress.record_evaluation(found, counts=step % flags.eval_every == 0)
@@ -1182,16 +1208,16 @@ def main(
             samples = flags.sample_every and step % flags.sample_every == 0
             if samples or is_last or progress.out_of_patience(flags.patience):
                 if is_last and step > writer.saved_step:
-                    save()  # so that a kill in the sample costs no step, nor the evaluation
+                    save()  # a kill during the sample then costs neither step nor evaluation
                 stop.may_interrupt(partial(log_sample, model, step, flags, validation))
 
-            # Once in a while: draw the curves. The end of the run draws them once more.
+            # Once in a while: draw the curves. The end of the run draws them again.
             clock = time.perf_counter()
             if metrics_file and evaluates and not is_last and clock - drawn > REDRAW_SECONDS:
                 stop.may_interrupt(partial(write_curves, directory, ends=False))
                 drawn = clock
 
-        # Once in a while: save. `ends` is asked once: a signal may arrive at any time.
+        # Once in a while: save. `ends` is read once, because a signal may arrive at any time.
         ends = is_last or stop.agreed is not None or progress.out_of_patience(flags.patience)
         is_best = flags.keep_best and progress.is_best
         is_due = (step % flags.ckpt_every == 0 or is_best) and not progress.skipped
@@ -1203,7 +1229,7 @@ def main(
 
         # ------------------------------------------------------------------------------------------
         # One optimizer step
-        stop.raises = False  # from here on, a signal waits for the end of a step
+        stop.raises = False  # from here on, a signal waits for the end of the step
         began = time.perf_counter()
         first = progress.next_sequence(flags.seq_len)
         now = settings_of_step(flags, loader, progress, horizon)
@@ -1213,7 +1239,7 @@ def main(
         stop.agree(votes)
         # ------------------------------------------------------------------------------------------
 
-        # Its numbers, and once in a while a line of the log
+        # The step's numbers, and once in a while a line of the log
         rate = plan.step_bytes / (time.perf_counter() - began)
         length = round(max(1.0, metrics["bytes_per_segment"]), 1)
         metrics |= dict(
@@ -1231,12 +1257,12 @@ def main(
 
     # ----------------------------------------------------------------------------------------------
     # The end
-    if stop.agreed and progress.step == 0:  # torch.compile may swallow what the signal raised
+    if stop.agreed and progress.step == 0:  # torch.compile may swallow the signal's exception
         raise Stopped("stopped before the first step")
     if not writer.holds(progress.step):
         raise CheckpointError(
-            f"--ckpt_dir: step {progress.step} could not be saved in {directory}: make room; the "
-            f"same command resumes from the newest checkpoint there, if there is one"
+            f"--ckpt_dir: step {progress.step} could not be saved in {directory}: free some disk "
+            f"space; the same command resumes from the newest checkpoint there, if any"
         )
     if stop.agreed:
         raise Stopped(
@@ -1252,17 +1278,20 @@ def main(
 # --------------------------------------------------------------------------------------------------
 # The command line
 
-LESS_MEMORY = "give half of --micro_batch and twice --grad_accum, or lower --seq_len"
-# Errors that all ranks of a host have, and its first one prints
+LESS_MEMORY = "halve --micro_batch and double --grad_accum, or lower --seq_len"
+# Errors that occur on all ranks of a host, and are printed by the first
 SHARED_ERRORS = UsageError, CheckpointError, Diverged
 
 
 def command_line(argv: list[str] | None = None, model_class: type[Spider] = Spider) -> int:
     """Run train.py with these arguments, for Spider or a subclass (docs/guide/trying-an-idea.md).
 
-    Exit status: 0; 2 with one line on stderr for a bad flag, environment, file or machine; 1 for
-    divergence, or a dry run without enough memory or disk; 128 plus the signal's number if a signal
-    stopped the run."""
+    Return the exit status, with one line on stderr unless it is 0:
+
+        0        done
+        1        divergence; or a dry run that lacks memory or disk
+        2        a bad flag, environment, file or machine
+        128 + n  signal n stopped the run"""
     local_rank = 0
     try:
         errors.prepare_streams()
@@ -1279,7 +1308,7 @@ def command_line(argv: list[str] | None = None, model_class: type[Spider] = Spid
                 status = 128 + number
                 if world.is_rank0:
                     errors.print_error("train.py", f"{number.name}: {where}")
-                if not stop.agreed:  # before the first step others may be in a collective
+                if not stop.agreed:  # before the first step, other ranks may be in a collective
                     return status
             except Diverged:  # on all ranks, after the same step
                 world.leave()

@@ -28,10 +28,10 @@ Rule = Callable[["Flags", SpiderConfig], float]
 
 
 class Recipe(NamedTuple):
-    """The defaults of a model, if they differ from those of Flags."""
+    """The defaults of a model that differ from the defaults of Flags."""
 
     values: dict[str, Any]
-    rules: dict[str, Rule]  # for flags that depend on the horizon, which is resolved by then
+    rules: dict[str, Rule]  # computed from the horizon and the model, once both are known
 
 
 @dataclass(frozen=True)

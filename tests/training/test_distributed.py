@@ -374,7 +374,7 @@ def test_disk_that_stays_full_ends_all_ranks_after_their_last_step_and_keeps_old
     log = run_on(2, argv, faults=[(file_limit, 0, 100_000)], status=2)
     assert len(metrics(directory)) == 5
     (line,) = last_lines(log)
-    assert "make room" in line and "resumes from the newest checkpoint there" in line
+    assert "free some disk space" in line and "resumes from the newest checkpoint there" in line
     assert re.search("CHECKPOINT NOT SAVED: .*: File too large", log)
     assert [path.read_bytes() for path in directory.glob("*.pt")] == [before]
     assert not list(directory.glob(".*.tmp"))

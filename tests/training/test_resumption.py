@@ -371,11 +371,11 @@ def test_checkpoint_has_left_memory_when_the_warm_up_begins(train_small, monkeyp
                 "[enforce fail at alloc_cpu.cpp:124] DefaultCPUAllocator: can't allocate memory: "
                 "you tried to allocate 80000000000 bytes. Error code 12"
             ),
-            "(80000000000 bytes requested): give half of --micro_batch and twice --grad_accum",
+            "(80000000000 bytes requested): halve --micro_batch and double --grad_accum",
         ),
         (
             MemoryError("Unable to allocate 14.9 GiB for an array"),
-            "(14.9 GiB requested): give half of --micro_batch and twice --grad_accum",
+            "(14.9 GiB requested): halve --micro_batch and double --grad_accum",
         ),
         (DataError("a.bin: changed during the run"), "a.bin: changed"),
     ),

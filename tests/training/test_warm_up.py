@@ -46,7 +46,7 @@ def log_of(new_log, argv, most: int) -> list[str]:
     time."""
     assert train.command_line(argv, model_that_fits(most)) == 0
     lines = new_log().splitlines()
-    return [line.partition(" ")[2] for line in lines if "takes at least" in line]
+    return [line.partition(" ")[2] for line in lines if "needs at least" in line]
 
 
 @pytest.mark.parametrize(
@@ -67,7 +67,7 @@ def test_a_micro_batch_that_does_not_fit_is_halved_in_steps_of_as_many_bytes(
     lines = log_of(new_log, argv, most)
     assert len(lines) == len(expected)
     for line, (micro_batch, grad_accum) in zip(lines, expected, strict=True):
-        assert f"takes --micro_batch {micro_batch} --grad_accum {grad_accum}" in line
+        assert f"using --micro_batch {micro_batch} --grad_accum {grad_accum}" in line
     sequences = micro_batch * grad_accum
     state = final_state(tmp_path / "run")
     assert state["bytes_seen"] == 4 * 32 * sequences
@@ -84,7 +84,7 @@ def test_a_micro_batch_that_does_not_fit_is_halved_in_steps_of_as_many_bytes(
 
 def test_a_single_sequence_that_does_not_fit_ends_the_run_with_advice(tmp_path, error_of):
     line = error_of("--micro_batch 2", model=model_that_fits(0))
-    assert "out of memory (2.50 GiB requested): give half of --micro_batch" in line
+    assert "out of memory (2.50 GiB requested): halve --micro_batch and double" in line
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
