@@ -122,7 +122,7 @@ def error_number(fault: Exception) -> int:
         return errno.ENOMEM
     if isinstance(fault, OSError):
         return fault.errno or 0
-    of_torch = re.search(r"\((\d+)\)$", str(fault))  # its own error messages end with errno
+    of_torch = re.search(r"\((\d+)\)$", str(fault))  # torch's own errors end with the errno
     return int(of_torch[1]) if of_torch else 0
 
 

@@ -166,7 +166,7 @@ def estimate_memory(plan: Plan, world: World) -> dict[str, float]:
                     p.numel() for name, p in model.named_parameters() if name.startswith("core.")
                 )
     elif flags.grad_accum == 1:
-        # They take the place of activations. With several micro-steps, they exist beforehand.
+        # Gradients take the place of activations; with several micro-steps, they exist beforehand.
         gradients = max(0.0, gradients + of_tables - kept)
         of_tables = 0.0
 
