@@ -37,7 +37,16 @@ from loguru import logger
 from torch import Tensor, nn
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from data import Batch, Feed, Loader, Source, StepLayout, mock_source, open_data, validation_sets
+from data import (
+    Batch,
+    Loader,
+    Prefetcher,
+    Source,
+    StepLayout,
+    mock_source,
+    open_data,
+    validation_sets,
+)
 from spider import errors, files, machine
 from spider.config import BACKENDS, OPTIMIZERS, PRESETS, RANGES, RECOMPUTE, SEQ_LEN, SpiderConfig
 from spider.data.prepare import Documents, prepare
@@ -635,7 +644,7 @@ def build_model(model: Spider, plan: Plan, world: World) -> Spider:
     estimate.check_memory(plan, world)
     torch.manual_seed(flags.seed)
     materialize(model, world.device)
-    emulated = flags.precision == "fp8" and not machine.multiplies_bf16(world.device)
+    emulated = flags.precision == "fp8" and not machine.has_bf16(world.device)
     in_fp32 = flags.precision == "fp32" or emulated
     model.compute_dtype = torch.float32 if in_fp32 else torch.bfloat16
     model.recompute = flags.recompute
@@ -668,7 +677,7 @@ def warm_up(model: Spider, plan: Plan, batch: Batch):
                     flags.n_loops,
                     noise_seed,
                     batch.cu_seqlens,
-                    batch.longest,
+                    batch.max_seqlen,
                     dropout=flags.dropout,
                 )
                 out.loss.backward()
@@ -718,7 +727,7 @@ def fit_micro_batch(
     while True:
         (batch,) = loader.batches(0, 0, StepLayout(plan.flags.micro_batch, 1))
         can_halve = proves and plan.flags.micro_batch > 1
-        machine.restart_peak(world.device)
+        machine.reset_peak_memory(world.device)
         try:
             warm_up(model, plan, batch.to(world.device))
             of_step = estimate.table_gradients(model, plan.step_bytes)
@@ -774,7 +783,7 @@ def accumulate(model: Spider, batches: list[Batch], now: StepSettings) -> dict[s
         of_rank = torch.full((), targets, dtype=torch.float64, device=world.device)
         all_targets = world.sum(of_rank).clamp_min(1)
     sums: dict[str, Tensor] = {}
-    # Loss terms that are means over bytes (by_byte) are weighted by the batch's fraction of the
+    # Loss terms that are means over bytes (byte_loss) are weighted by the batch's fraction of the
     # step's targets. So all bytes have equal weight, however many labels are PAD. The other terms
     # (balance, ponder, boundaries, ...) are averaged over all passes.
     with model.cast_weights_once():
@@ -785,17 +794,17 @@ def accumulate(model: Spider, batches: list[Batch], now: StepSettings) -> dict[s
                 now.n_loops,
                 batch.noise_seed,
                 batch.cu_seqlens,
-                batch.longest,
+                batch.max_seqlen,
                 dropout=now.dropout,
                 halting_warmup=now.halting_warmup,
             )
             # labels were given
-            assert out.loss is not None and out.by_byte is not None
+            assert out.loss is not None and out.byte_loss is not None
             assert out.nats_per_byte is not None and out.loss_terms is not None
             weight = batch.targets / all_targets
             if isinstance(weight, Tensor):
                 weight = weight.to(out.loss.dtype)
-            loss = out.by_byte * weight + (out.loss - out.by_byte) / passes
+            loss = out.byte_loss * weight + (out.loss - out.byte_loss) / passes
             sharding.backward(model, loss, last=batch is batches[-1])
 
             terms = dict(
@@ -1147,7 +1156,9 @@ def main(
     # ----------------------------------------------------------------------------------------------
     # Batches, checkpoints, logs
     next_sequence = progress.next_sequence(flags.seq_len)
-    feed = Feed(loader, plan.layout, world.rank, world.device, progress.step, next_sequence)
+    prefetcher = Prefetcher(
+        loader, plan.layout, world.rank, world.device, progress.step, next_sequence
+    )
     writer = CheckpointWriter(
         directory, flags.keep_last, flags.keep_best, world, progress.step, resumes_in_place
     )
@@ -1162,7 +1173,7 @@ def main(
         logger.info("before the first step:")
         evaluate_now()  # only logged: step 0 is never saved, so its loss is no best_loss
     log = StepLog(plan, progress, last_step)
-    peak = machine.product_rate(world.device) * world.ranks
+    peak = machine.matmul_rate(world.device) * world.ranks
     flops_per_byte = cache(partial(estimate.flops_per_byte, model, seq_len=flags.seq_len))
     metrics_file = None
     profiler = None
@@ -1234,7 +1245,7 @@ def main(
         first = progress.next_sequence(flags.seq_len)
         now = settings_of_step(flags, loader, progress, horizon)
         optimizers.set_lr(flags.lr, now.lr_factor)
-        batches = feed.take()
+        batches = prefetcher.take()
         metrics, votes = train_step(model, optimizers, batches, now, flags.grad_clip, stop)
         stop.agree(votes)
         # ------------------------------------------------------------------------------------------
@@ -1317,7 +1328,7 @@ def command_line(argv: list[str] | None = None, model_class: type[Spider] = Spid
             return status
     except errors.EXPECTED as fault:
         silent = local_rank > 0 and isinstance(fault, SHARED_ERRORS)
-        return errors.end_of_program("train.py", fault, silent=silent)
+        return errors.handle_error("train.py", fault, silent=silent)
 
 
 if __name__ == "__main__":

@@ -43,7 +43,7 @@ from spider.training.plan import Plan
 from spider.training.resolve import resolve_plan
 from spider.training.run import RunProgress
 from spider_model import Spider
-from tile_moe import multiplies_at_once
+from tile_moe import has_grouped_kernel
 from tokenizer import BOS_ID, EOS_ID
 from train import command_line
 
@@ -59,7 +59,7 @@ def has_fp8(experts: bool = False) -> bool:
     """Return whether the GPU multiplies in FP8; with `experts`, also in grouped products, as
     --fp8_experts needs."""
     if experts:
-        return multiplies_at_once(torch.device("cuda"), torch.bfloat16)
+        return has_grouped_kernel(torch.device("cuda"), torch.bfloat16)
     return torch.cuda.get_device_capability() >= (8, 9)
 
 

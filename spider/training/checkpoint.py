@@ -33,7 +33,7 @@ from loguru import logger
 from torch import Tensor, nn
 
 from spider import files, machine
-from spider.config import LARGEST, PRESETS, SEQ_LEN, Range, SpiderConfig
+from spider.config import MAX_INT, PRESETS, SEQ_LEN, Range, SpiderConfig
 from spider.errors import CheckpointError, UsageError
 from spider.training.distributed import World
 from spider.training.optim import Optimizers
@@ -58,7 +58,7 @@ FLAGS: dict[str, Any] = dict(
     seq_len=int, eval_tokens=int, target_tokens=int, minutes=float | int | None, data_dir=str
 )
 # Ranges of integers; other integers are at least 0
-SIZE = Range(1, LARGEST)
+SIZE = Range(1, MAX_INT)
 SIZES = dict(seq_len=Range(*SEQ_LEN), eval_tokens=SIZE, target_tokens=SIZE)
 
 
@@ -160,7 +160,7 @@ def checked_entries(state: dict) -> dict:
         if valid and isinstance(value, float):
             valid = math.isfinite(value) or name in ENTRIES  # best_loss starts at infinity
         if valid and isinstance(value, int):
-            valid = SIZES.get(name, Range(0, LARGEST)).has(value)
+            valid = SIZES.get(name, Range(0, MAX_INT)).has(value)
         if not valid:
             raise ValueError(f"{name} has a value that no run records")
     metrics = known.get("metrics") or {}
@@ -535,7 +535,7 @@ class CheckpointWriter:
         began = time.perf_counter()
         path = checkpoint_path(self.directory, state["step"])
         try:
-            with files.durable(path, "wb") as file:
+            with files.atomic_write(path, "wb") as file:
                 write_archive(file, state)
                 sync_metrics()
         except OSError as fault:

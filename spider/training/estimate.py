@@ -16,7 +16,7 @@ from torch import nn
 
 from spider import machine
 from spider.errors import TooLarge
-from spider.machine import free_memory, multiplies_bf16, process_memory
+from spider.machine import free_memory, has_bf16, process_memory
 from spider.model.memory import tables_of
 from spider.training.checkpoint import checkpoint_paths
 from spider.training.distributed import World
@@ -82,7 +82,7 @@ def flops_per_byte(
     segments_per_byte = 1 / bytes_per_segment
     # Multiply-adds of a forward pass: sum of numel * uses over all weights
     products: float = 0
-    if c.scores_core:
+    if c.has_core_loss:
         products += model.get_parameter("lm_head.weight").numel()
     for name, uses in matrix_uses(model, segments_per_byte, n_loops).items():
         rate = 0.5 if name in fast else 1.0
@@ -177,7 +177,7 @@ def estimate_memory(plan: Plan, world: World) -> dict[str, float]:
         "optimizer": state.dense_state / world.shards + state.table_state,
         "cast weights": casts,
         "activations": kept,
-        # ids and labels, int64, of this step and the next step (data.Feed)
+        # ids and labels, int64, of this step and the next step (data.Prefetcher)
         "batches": 2 * 2 * 8 * n_bytes * flags.grad_accum,
         "gathered weights": gathered,
     }
@@ -187,7 +187,7 @@ def estimate_memory(plan: Plan, world: World) -> dict[str, float]:
             "checkpoint copy": plan.checkpoint_size / world.local_ranks,
             # In bf16, oneDNN has two caches of 1,024 kernels, one kernel per size of a product (in
             # Muon, also per learning rate).
-            "growth of the process": 1e9 if multiplies_bf16(world.device) else 1e8,
+            "growth of the process": 1e9 if has_bf16(world.device) else 1e8,
         }
     return memory
 

@@ -14,8 +14,8 @@ import torch
 from loguru import logger
 
 from spider import machine
-from spider.config import LARGEST, RECOMPUTE, SpiderConfig
-from spider.errors import UsageError, say
+from spider.config import MAX_INT, RECOMPUTE, SpiderConfig
+from spider.errors import UsageError, print_line
 from spider.model.memory import tables_of
 from spider.training import estimate
 from spider.training.checkpoint import FROM_SCRATCH, StartCheckpoint, check_weights
@@ -27,7 +27,7 @@ from spider.training.run import RunProgress
 from spider.training.state import on_meta
 from spider.vocabulary import VOCAB_SIZE
 from spider_model import Spider
-from tile_moe import KERNELS, multiplies_at_once, resolve_backend
+from tile_moe import KERNELS, has_grouped_kernel, resolve_backend
 
 if TYPE_CHECKING:
     from train import Flags
@@ -103,7 +103,7 @@ def recipe_of(model: str, start: StartCheckpoint, device: torch.device) -> str:
     if recorded := (start.state or {}).get("recipe"):
         return recorded
     is_small = device.type == "cpu" or machine.memory_of(device) < MEMORY_OF_1B
-    return "tiny" if is_small or not machine.multiplies_bf16(device) else "1b"
+    return "tiny" if is_small or not machine.has_bf16(device) else "1b"
 
 
 def with_recipe(command: CommandLine, recipe: Recipe, start: StartCheckpoint) -> "Flags":
@@ -231,7 +231,7 @@ def with_horizon(flags: "Flags", given: Set[str], recipe: Recipe, model: Spider)
             if kind.component != ENGRAM_TABLES
         )
         target = flags.target_param_data_ratio * parameters
-    flags = replace(flags, target_tokens=max(1, math.ceil(min(target, LARGEST))))
+    flags = replace(flags, target_tokens=max(1, math.ceil(min(target, MAX_INT))))
 
     derived: dict[str, Any] = {
         name: rule(flags, config) for name, rule in recipe.rules.items() if name not in given
@@ -276,7 +276,7 @@ def with_minutes(plan: Plan, held_out: int, rate: float) -> Plan:
     """Choose --target_tokens, and what follows from it, for a run of --minutes at `rate` bytes/s.
     From then on, --target_tokens counts as given."""
     assert plan.flags.minutes is not None
-    total = int(min(60 * plan.flags.minutes * rate, LARGEST))  # bytes, without evaluations
+    total = int(min(60 * plan.flags.minutes * rate, MAX_INT))  # bytes, without evaluations
     given = plan.given | {"target_tokens"}
 
     def with_target(target: int) -> Plan:
@@ -327,7 +327,7 @@ def check_fp8_experts(precision: str, device: torch.device, config: SpiderConfig
         raise UsageError("--fp8_experts: this model has no routed experts")
     if precision != "fp8":
         raise UsageError(f"--fp8_experts needs --precision fp8; the precision is {precision}")
-    if device.type == "cuda" and not multiplies_at_once(device, torch.bfloat16):
+    if device.type == "cuda" and not has_grouped_kernel(device, torch.bfloat16):
         raise UsageError(
             "--fp8_experts: torch's grouped FP8 product needs sm_90 or sm_100; leave out the flag "
             "to run the experts in bf16"
@@ -433,9 +433,9 @@ def print_dry_run(
         print(describe_fp8(plan.model, flags.fp8_experts))
     needs, lacking = estimate.describe_needs(plan, world)
     for line in (*remarks, *needs):
-        say(line)
+        print_line(line)
 
-    peak = machine.product_rate(world.device) * world.ranks
+    peak = machine.matmul_rate(world.device) * world.ranks
     fastest, expected = estimate.predict_speed(plan, peak)
     steps = flags.max_steps or plan.horizon
     n_bytes = steps * plan.step_bytes
@@ -452,9 +452,9 @@ def print_dry_run(
                 f"about {estimate.describe_duration(n_bytes / expected)} at an expected "
                 f"{expected:,.0f} bytes/s, {duration}"
             )
-    say(f"run: {steps:,} steps of {plan.step_bytes:,} bytes, {duration}")
+    print_line(f"run: {steps:,} steps of {plan.step_bytes:,} bytes, {duration}")
     if lacking:
-        say(f"verdict: NOT ENOUGH {'; '.join(lacking)}")
+        print_line(f"verdict: NOT ENOUGH {'; '.join(lacking)}")
         return 1
-    say("verdict: enough memory and disk")
+    print_line("verdict: enough memory and disk")
     return 0

@@ -180,7 +180,7 @@ class Metrics:
 
     def __init__(self, path: Path, step: int):
         """Keep the lines of steps before `step`; the run writes the later lines again."""
-        with files.durable(path) as file:
+        with files.atomic_write(path) as file:
             for numbers in read_metrics(path):
                 if numbers["step"] < step:
                     file.write(json.dumps(numbers) + "\n")
@@ -261,7 +261,7 @@ class StopSignals:
     def __enter__(self):
         self.before: dict[int, Any] = {}  # handlers of the caller
         if threading.current_thread() is not threading.main_thread():
-            errors.note(
+            errors.print_status(
                 "this run is in a thread: signals, including Ctrl-C, do not make it stop and save"
             )
             return self

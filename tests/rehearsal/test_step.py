@@ -150,11 +150,11 @@ def test_no_kernel_refuses_a_step_an_evaluation_a_sample_decoding_or_an_export(
         tilelang = pytest.importorskip("tilelang", reason="needs TileKernels: see conftest.py")
         tilelang.JITKernel.__call__ = check_call
     plan = resolve_plan(model, precision, architecture, backend, batch)
-    documents, segments, longest = SIZES[batch][0]
+    documents, segments, max_seqlen = SIZES[batch][0]
     with FakeTensorMode(), Watch(segments) as watch:
         spider, optimizers = gpu.build(plan)
         watch.waits.clear()  # of the initialization
-        gpu.step(plan, spider, optimizers, documents, longest, dropout=0.1)
+        gpu.step(plan, spider, optimizers, documents, max_seqlen, dropout=0.1)
         assert len(watch.waits) == plan.flags.grad_accum + 1, watch.waits
         # of both products of each visit of a core layer
         weight_grads = 2 * 2 * plan.flags.n_loops * plan.flags.grad_accum
@@ -195,12 +195,18 @@ def test_a_compiled_step_has_the_graphs_of_the_first_whatever_its_bytes_and_sett
     made = []  # number of graphs after each step
     with FakeTensorMode(), Watch() as watch:
         spider, optimizers = gpu.build(plan, compiled=True)
-        for documents, watch.number, longest in SIZES[batch]:
+        for documents, watch.number, max_seqlen in SIZES[batch]:
             watch.waits.clear()
             part = len(made) / 10
             optimizers.set_lr(plan.flags.lr, 1 - part)
             gpu.step(
-                plan, spider, optimizers, documents, longest, dropout=part, halting_warmup=1 - part
+                plan,
+                spider,
+                optimizers,
+                documents,
+                max_seqlen,
+                dropout=part,
+                halting_warmup=1 - part,
             )
             made.append(len(graphs))
             assert len(watch.waits) == plan.flags.grad_accum + 1, watch.waits
