@@ -35,7 +35,8 @@ from spider import machine
 from spider.errors import raise_on_signals, run_command
 from spider.training import estimate
 from spider.training.distributed import World
-from spider.training.plan import Plan, resolve_plan
+from spider.training.plan import Plan
+from spider.training.resolve import resolve_plan
 
 
 def wait(device: torch.device):

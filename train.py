@@ -23,7 +23,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import cache, partial
@@ -78,8 +78,8 @@ from spider.training.distributed import Sharded, World, shard_model, sharding_of
 from spider.training.fp8 import convert_to_fp8, describe_fp8
 from spider.training.log import StepLog, describe_recipe, describe_run, log_end
 from spider.training.optim import Optimizers
-from spider.training.plan import (
-    Plan,
+from spider.training.plan import CommandLine, Plan, Recipe, Rule
+from spider.training.resolve import (
     horizon_warnings,
     print_dry_run,
     recipe_of,
@@ -364,14 +364,6 @@ HORIZONS = ("target_tokens", "minutes", "target_flops", "target_param_data_ratio
 ALTERNATIVES = (HORIZONS, ("grad_accum", "global_batch"), ("data_dir", "mock_data", "text"))
 
 
-class CommandLine(NamedTuple):
-    """The flags of a run before anything is resolved."""
-
-    flags: Flags
-    given: frozenset[str]  # names of the flags that were set anywhere
-    inherited: dict[str, dict[str, Any]]  # those that others than the command line set, by source
-
-
 def flag_parser(prog: str = "train.py", description: str | None = __doc__) -> Parser:
     """Make the parser of Flags. Its result holds only the flags that are given."""
     parser = Parser(prog=prog, description=description, argument_default=argparse.SUPPRESS)
@@ -499,15 +491,6 @@ def print_help(words: list[str], environ: Mapping[str, str]):
 # --------------------------------------------------------------------------------------------------
 # Recipes: defaults of flags by model
 
-Rule = Callable[[Flags, SpiderConfig], float]
-
-
-class Recipe(NamedTuple):
-    """The defaults of a model that differ from the defaults of Flags."""
-
-    values: dict[str, Any]
-    rules: dict[str, Rule]  # computed from the horizon and the model, once both are known
-
 
 def steps_of(flags: Flags) -> float:
     """Return the horizon in optimizer steps."""
@@ -616,13 +599,18 @@ def lr_factor(step: int, horizon: int, flags: Flags) -> float:
     return flags.min_lr_fraction + (1 - flags.min_lr_fraction) * shape
 
 
+def epochs_in(n_bytes: int, loader: Loader) -> np.ndarray:
+    """Return the number of epochs of each source in this many training bytes."""
+    return n_bytes * loader.share / loader.targets
+
+
 def clears_tables(flags: Flags, loader: Loader, first: int) -> bool:
     """Decide whether to clear the Engram tables for the epoch that begins at sequence `first`.
 
     Keep them if the run will read less than half of the epoch: nearly empty tables at the end of a
     run cost more than memorized rows."""
     bytes_left = flags.target_tokens - first * flags.seq_len
-    epochs_left = bytes_left * loader.share / loader.targets
+    epochs_left = epochs_in(bytes_left, loader)
     return flags.engram_reset and float(loader.share @ epochs_left) >= 0.5
 
 
@@ -1117,7 +1105,7 @@ def main(
         if world.ranks > 1:
             raise UsageError("--minutes times steps on one process: use --target_tokens")
         plan = with_minutes(plan, held_out, time_steps(plan, world, loader))
-    progress, changed = progress_of(start, plan, loader)
+    progress, changed = progress_of(start, plan, loader.mixture, loader.epoch)
     bytes_left = max(0, plan.flags.target_tokens - progress.bytes_seen)
     horizon = progress.step + math.ceil(bytes_left / plan.step_bytes)  # the schedule's last step
     last_step = plan.flags.max_steps or horizon
@@ -1126,7 +1114,8 @@ def main(
     # What was chosen; a dry run, or a run without steps left, ends here and changes no file
     remarks = describe_run(plan, sources, last_step, command.inherited, world)
     rate_of = partial(lr_factor, horizon=horizon, flags=plan.flags)
-    warnings = horizon_warnings(plan, loader, horizon, rate_of)
+    epochs = epochs_in(plan.flags.target_tokens, loader).max()
+    warnings = horizon_warnings(plan, epochs, horizon, rate_of)
     if asked.dry_run:
         if not world.is_rank0:
             return 0

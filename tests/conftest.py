@@ -39,7 +39,8 @@ from spider.model.memory import EngramTable, MatchMemory
 from spider.training import curves, estimate
 from spider.training.checkpoint import find_checkpoints
 from spider.training.distributed import World
-from spider.training.plan import Plan, resolve_plan
+from spider.training.plan import Plan
+from spider.training.resolve import resolve_plan
 from spider.training.run import RunProgress
 from spider_model import Spider
 from tile_moe import has_grouped_kernel

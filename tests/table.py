@@ -28,7 +28,7 @@ FLAGS = """
     mock_data           -       -           test_command_line
     ckpt_dir            -       -           test_checkpoint
     target_tokens       4608    -           -
-    minutes             -       -           test_plan
+    minutes             -       -           test_resolve
     max_steps           5       -           -
     resume              -       -           test_resumption
     reset_steps         -       -           test_witnesses
@@ -40,7 +40,7 @@ FLAGS = """
     seq_len             96      48          -
     micro_batch         2       -           -
     grad_accum          1       2           -
-    global_batch        -       -           test_plan
+    global_batch        -       -           test_resolve
     seed                2       -           -
     target_flops        -       -           test_witnesses
     target_param_data_ratio  -  -           test_witnesses

@@ -15,7 +15,7 @@ import tile_moe
 from spider.config import SpiderConfig
 from spider.errors import UsageError
 from spider.model.kernel_checks import find_wrong
-from spider.training.plan import check_fp8_experts
+from spider.training.resolve import check_fp8_experts
 from stand_in_kernels import INSTALLED, D, E, K, Kernels, kernels
 from tile_moe import (
     KERNELS,

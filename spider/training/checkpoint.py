@@ -1,15 +1,15 @@
-"""Checkpoints: write one atomically, read one safely, choose the one to resume from and those to
+"""Checkpoints: write them atomically, read them safely, choose which to resume from and which to
 keep.
 
-A checkpoint is one file, `spider-step{N}.pt`, whatever the number of ranks: torch.save's archive of
-tensors and plain values. It is read with `torch.load(weights_only=True)`, so loading executes no
-code. All randomness is a function of (seed, step), so there is no random state in it. The keys:
+A checkpoint is one file, `spider-step{N}.pt`, for any number of ranks: torch.save's archive of
+tensors and plain values. `torch.load(weights_only=True)` reads it, so loading executes no code. All
+randomness is a function of (seed, step), so a checkpoint holds no random state. Its keys:
 
     model_state_dict, optimizer_state_dict    see state.py
-    cfg, recipe                               the fields of SpiderConfig, and the preset's name
+    cfg, recipe                               the fields of SpiderConfig, the name of the preset
     step, epoch, best_loss, ...               the fields of run.RunProgress
-    flags                                     those that should not change in a run
-    targets, shares                           by source: training bytes, and part of the sequences
+    flags                                     the flags that should not change during a run
+    targets, shares                           by source: training bytes, fraction of the sequences
 """
 
 import errno
@@ -26,7 +26,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, fields, replace
 from operator import attrgetter
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 import torch
 from loguru import logger
@@ -37,16 +37,13 @@ from spider.config import MAX_INT, PRESETS, SEQ_LEN, Range, SpiderConfig
 from spider.errors import CheckpointError, UsageError
 from spider.training.distributed import World
 from spider.training.optim import Optimizers
+from spider.training.plan import Plan
 from spider.training.run import RunProgress
 from spider.training.state import copy_to_host, load_model
-
-if TYPE_CHECKING:
-    from data import Loader
-    from spider.training.plan import Plan
-    from spider_model import Spider
+from spider_model import Spider
 
 REQUIRED = {"model_state_dict", "optimizer_state_dict", "step", "cfg"}
-# types of a checkpoint's entries
+# Type of each entry of a checkpoint
 ENTRIES: dict[str, Any] = {one.name: one.type for one in fields(RunProgress)} | dict(
     model_state_dict=dict,
     optimizer_state_dict=dict,
@@ -56,11 +53,11 @@ ENTRIES: dict[str, Any] = {one.name: one.type for one in fields(RunProgress)} | 
     targets=list,
     shares=list,
 )
-# types of recorded flags that have an effect before they are compared with the run's
+# Type of each recorded flag that is used before changes_since compares it with the run's flag
 FLAGS: dict[str, Any] = dict(
     seq_len=int, eval_tokens=int, target_tokens=int, minutes=float | int | None, data_dir=str
 )
-# ranges of whole numbers; others are at least 0
+# Ranges of integers; other integers are at least 0
 SIZE = Range(1, MAX_INT)
 SIZES = dict(seq_len=Range(*SEQ_LEN), eval_tokens=SIZE, target_tokens=SIZE)
 
@@ -70,7 +67,7 @@ SIZES = dict(seq_len=Range(*SEQ_LEN), eval_tokens=SIZE, target_tokens=SIZE)
 
 
 def write_archive(file: IO[bytes], state: dict):
-    """Write a state to a binary file; raise OSError if writing fails."""
+    """Write a state to a binary file. Raise OSError if writing fails."""
     try:
         torch.save(state, file)
     except RuntimeError as fault:  # torch.save hides the file's own error
@@ -78,10 +75,10 @@ def write_archive(file: IO[bytes], state: dict):
 
 
 def check_archive(path: Path, sums: bool):
-    """Raise ValueError or BadZipFile if the records of an archive have more bytes than the file: a
-    small file could fill the memory.
+    """Check an archive before torch.load reads it. Raise ValueError or BadZipFile if its records
+    have more bytes than the file: a small file could fill the memory.
 
-    sums: the same if they do not match the archive's own checksums, which torch.load ignores."""
+    sums: also check the checksums in the archive, which torch.load ignores."""
     with zipfile.ZipFile(path) as archive:
         records = archive.infolist()
         if sum(record.file_size for record in records) > path.stat().st_size:
@@ -89,23 +86,23 @@ def check_archive(path: Path, sums: bool):
         damaged = archive.testzip() if sums else None
         for record in records:
             if damaged is None and record.external_attr:
-                # torch.load does not read a record with the attribute of a directory
+                # torch.load does not read a record that is marked as a directory
                 damaged = record.filename
     if damaged is not None:
         raise ValueError(f"truncated or altered: {damaged} is damaged")
 
 
 @contextmanager
-def reading(path: Path) -> Iterator[None]:
-    """Turn any error inside into an OSError if the file is not at fault (NO_DAMAGE), else into a
-    CheckpointError; both name the file. A damaged or foreign file may cause errors of any kind."""
+def checkpoint_errors(path: Path) -> Iterator[None]:
+    """Turn errors inside into errors that name the file: SYSTEM_ERRORS into an OSError, and errors
+    of any other type, which a damaged or foreign file may cause, into a CheckpointError."""
     try:
         yield
     except CheckpointError:
         raise
     except Exception as fault:
         number = error_number(fault)
-        if number in NO_DAMAGE:
+        if number in SYSTEM_ERRORS:
             raise OSError(number, os.strerror(number), str(path)) from None
         unsafe = re.search(r"Unsupported .*?(?= by default|[.] |\n|$)", str(fault))
         first_line = str(fault).partition("\n")[0]
@@ -115,17 +112,17 @@ def reading(path: Path) -> Iterator[None]:
         ) from None
 
 
-# Lack of memory, rights or file handles
-NO_DAMAGE = {errno.ENOMEM, errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE}
+# Too little memory, no permission, too many open files: not the fault of the file
+SYSTEM_ERRORS = {errno.ENOMEM, errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE}
 
 
 def error_number(fault: Exception) -> int:
-    """Return the errno of an error that the system caused, or 0."""
+    """Return the errno of a system error, or 0 for other errors."""
     if machine.is_out_of_memory(fault):
         return errno.ENOMEM
     if isinstance(fault, OSError):
         return fault.errno or 0
-    of_torch = re.search(r"\((\d+)\)$", str(fault))  # which maps files itself
+    of_torch = re.search(r"\((\d+)\)$", str(fault))  # torch's own errors end with the errno
     return int(of_torch[1]) if of_torch else 0
 
 
@@ -134,13 +131,13 @@ def error_number(fault: Exception) -> int:
 
 
 def load_checkpoint(path: Path, mapped: bool = False) -> dict:
-    """Read a checkpoint, or an export, which has only weights; this executes nothing. Raise
-    CheckpointError if anything is wrong.
+    """Read a checkpoint, or the weights of an export, without executing any code from the file.
+    Raise CheckpointError if anything is wrong.
 
     mapped: leave the tensors in the file, and skip the checksums."""
     if not path.exists():
         raise CheckpointError(f"{path} does not exist")
-    with reading(path):
+    with checkpoint_errors(path):
         if is_export(path):
             state = read_export(path)
         else:
@@ -150,18 +147,18 @@ def load_checkpoint(path: Path, mapped: bool = False) -> dict:
             missing = REQUIRED - (state.keys() if isinstance(state, dict) else set())
             if missing:
                 raise ValueError(f"it lacks {', '.join(sorted(missing))}")
-        return recorded(state)
+        return checked_entries(state)
 
 
-def recorded(state: dict) -> dict:
-    """Return the entries of a checkpoint that a run knows. Raise an error of any kind if one has a
-    value that no run records. Its tensors are not looked at."""
+def checked_entries(state: dict) -> dict:
+    """Return the known entries of a checkpoint, after checking all values but tensors. Raise an
+    error, of any type, for a value that no run records."""
     known = {name: state[name] for name in ENTRIES if name in state}
     types = ENTRIES | FLAGS
     for name, value in (*known.items(), *known.get("flags", {}).items()):
         valid = isinstance(value, types.get(name, float | int | str | None))
         if valid and isinstance(value, float):
-            valid = math.isfinite(value) or name in ENTRIES  # best_loss begins at infinity
+            valid = math.isfinite(value) or name in ENTRIES  # best_loss starts at infinity
         if valid and isinstance(value, int):
             valid = SIZES.get(name, Range(0, MAX_INT)).has(value)
         if not valid:
@@ -169,19 +166,19 @@ def recorded(state: dict) -> dict:
     metrics = known.get("metrics") or {}
     lists = [known.get(name, []) for name in ("recent", "targets", "shares")]
     for number in (*metrics.values(), *itertools.chain(*lists)):
-        math.isfinite(number)  # raises unless this is a number that a float can hold
+        math.isfinite(number)  # raises an error unless it is a number within the range of float
     config = SpiderConfig.from_saved(known["cfg"])
-    known.setdefault("n_loops", config.n_loops)  # a checkpoint of an early version has no other
-    replace(config, n_loops=known["n_loops"])  # checks it
+    known.setdefault("n_loops", config.n_loops)  # early versions recorded none
+    replace(config, n_loops=known["n_loops"])  # checks the range
     if known.get("recipe", "1b") not in PRESETS:
         raise ValueError("its recipe is unknown")
     return known
 
 
-def check_weights(path: Path, state: dict, model: "Spider"):
-    """Raise CheckpointError unless a state's weights have the names, shapes and kinds of a model's,
-    which may be on the meta device. Name the settings in which their configs differ."""
-    with reading(path):
+def check_weights(path: Path, state: dict, model: Spider):
+    """Raise CheckpointError, with the settings that differ, if the weights of a checkpoint and a
+    model differ in names, shapes or dtypes. The model may be on the meta device."""
+    with checkpoint_errors(path):
         saved = shapes_of(state["model_state_dict"])
         expected = shapes_of(model.state_dict())
         before = vars(SpiderConfig.from_saved(state["cfg"]))
@@ -203,7 +200,7 @@ def check_weights(path: Path, state: dict, model: "Spider"):
 
 
 def shapes_of(weights: dict[str, Tensor]) -> dict[str, tuple]:
-    """Return by name the shape of each weight, and its dtype unless that is of floating point."""
+    """Return the shape of each weight by name, with any dtype that is not a floating-point type."""
     return {
         name: (*weight.shape, weight.dtype.is_floating_point or weight.dtype)
         for name, weight in weights.items()
@@ -211,13 +208,13 @@ def shapes_of(weights: dict[str, Tensor]) -> dict[str, tuple]:
 
 
 # --------------------------------------------------------------------------------------------------
-# Exports (see export.py): reading one executes no code either
+# Exports (see export.py); reading an export executes no code either
 
-PREFIX = "spider."  # begins the names in an export: the adapter's attribute for the model
+PREFIX = "spider."  # of all names in an export: the adapter's attribute that holds the model
 
 
 def safetensors():
-    """Return the library; raise CheckpointError with the remedy if it is not installed."""
+    """Import safetensors. Raise CheckpointError with the remedy if it is not installed."""
     try:
         import safetensors.torch
     except ImportError:
@@ -226,14 +223,14 @@ def safetensors():
 
 
 def is_export(path: Path) -> bool:
-    """Return whether a path is an export, or its weights."""
+    """Return whether a path is the directory of an export, or one of its weight files."""
     return path.suffix == ".safetensors" or (path / "config.json").exists()
 
 
 def weight_files(directory: Path) -> list[Path]:
-    """Return the safetensors files of an export: one, or those that an index lists, as
-    save_pretrained writes them for large models. Raise ValueError if the index names a file
-    elsewhere."""
+    """Return the safetensors files of an export: one file, or for large models all files in the
+    index that save_pretrained writes. Raise ValueError if the index names a file outside the
+    export."""
     only = directory / "model.safetensors"
     index = directory / "model.safetensors.index.json"
     if only.exists() or not index.exists():
@@ -242,13 +239,13 @@ def weight_files(directory: Path) -> list[Path]:
     for name in names:
         if Path(name).name != name or not name.endswith(".safetensors"):
             raise ValueError(
-                f"{index.name} names {name!r}, which is not a safetensors file beside it"
+                f"{index.name} names {name!r}, which is not a safetensors file next to it"
             )
     return [directory / name for name in names]
 
 
 def check_regular(path: Path):
-    """Raise ValueError for anything but a regular file: to open a pipe would wait for ever."""
+    """Raise ValueError unless a path is a regular file: opening a pipe could wait forever."""
     if not path.is_file():
         raise ValueError(f"{path.name} is not a regular file")
 
@@ -259,8 +256,8 @@ def read_json(path: Path) -> Any:
 
 
 def read_export(path: Path) -> dict:
-    """Read an export, a directory or one safetensors file with all weights, as the state of a
-    checkpoint: weights, cfg, n_loops and what is known of the training."""
+    """Read an export as the state of a checkpoint: weights, cfg, n_loops, and the recorded facts
+    about its training. path: the export's directory, or a safetensors file with all weights."""
     if path.suffix == ".safetensors":
         directory = path.parent
         files = [path]
@@ -282,13 +279,13 @@ def read_export(path: Path) -> dict:
 
 
 class SavedCheckpoint(NamedTuple):
-    """A checkpoint in a directory, and what decides whether it is kept."""
+    """A checkpoint in a directory, with the facts that decide whether it is kept."""
 
     step: int
     path: Path
-    exploded: bool = False  # whether the loss had exploded
+    exploded: bool = False  # see RunProgress
     val_loss: float | None = None  # nats per byte, if the step was evaluated
-    best_loss: float = math.inf  # the lowest so far
+    best_loss: float = math.inf  # the lowest val_loss so far
 
     @property
     def val_bpb(self) -> float | None:
@@ -297,7 +294,7 @@ class SavedCheckpoint(NamedTuple):
 
 
 def saved_checkpoint(path: Path, state: dict) -> SavedCheckpoint:
-    """Describe the checkpoint of a state."""
+    """Return the SavedCheckpoint of a state."""
     recorded = {name: state[name] for name in SavedCheckpoint._fields if name in state}
     return SavedCheckpoint(**recorded | {"path": path})
 
@@ -308,8 +305,8 @@ def checkpoint_path(directory: Path, step: int) -> Path:
 
 
 def checkpoint_paths(directory: Path) -> list[Path]:
-    """List the paths named like checkpoints, oldest first, but not manual copies
-    (spider-step100-best.pt)."""
+    """List the paths with the names of checkpoints, oldest first. Copies that a user made, such as
+    spider-step100-best.pt, are not listed."""
     found = directory.glob("spider-step*.pt")
     steps = {path: path.stem.removeprefix("spider-step") for path in found}
     named = [path for path, step in steps.items() if step.isdecimal()]
@@ -317,8 +314,8 @@ def checkpoint_paths(directory: Path) -> list[Path]:
 
 
 def good_checkpoints(directory: Path, mapped: bool = False) -> Iterator[tuple[Path, dict]]:
-    """Yield path and state of a directory's checkpoints, the newest first; see load_checkpoint. For
-    one that is damaged, or has the name of another step, log a warning."""
+    """Yield path and state of each checkpoint in a directory, newest first (see load_checkpoint).
+    Skip, with a warning, a checkpoint that is damaged or has the name of another step."""
     for path in reversed(checkpoint_paths(directory)):
         try:
             state = load_checkpoint(path, mapped)
@@ -331,14 +328,14 @@ def good_checkpoints(directory: Path, mapped: bool = False) -> Iterator[tuple[Pa
 
 
 def find_checkpoints(directory: Path) -> list[SavedCheckpoint]:
-    """List a directory's good checkpoints, oldest first, without reading their tensors."""
+    """List the good checkpoints in a directory, oldest first, without reading their tensors."""
     newest_first = good_checkpoints(directory, mapped=True)
     return [saved_checkpoint(path, state) for path, state in newest_first][::-1]
 
 
 def best_checkpoint(directory: Path) -> SavedCheckpoint:
     """Return the checkpoint with the lowest validation loss in a directory (see --keep_best). Raise
-    CheckpointError if none was saved after an evaluation."""
+    CheckpointError if no checkpoint was saved after an evaluation."""
     best = lowest_loss(find_checkpoints(directory))
     if best is None:
         raise CheckpointError(
@@ -349,11 +346,11 @@ def best_checkpoint(directory: Path) -> SavedCheckpoint:
 
 
 class StartCheckpoint(NamedTuple):
-    """The checkpoint that a run begins with."""
+    """The checkpoint that a run starts from."""
 
     path: Path | None = None  # None: a run from scratch
     state: dict | None = None
-    resumes: bool = False  # continue the checkpoint's run; else only take its weights
+    resumes: bool = False  # True: continue the checkpoint's run; False: take only its weights
 
     @property
     def flags(self) -> dict:
@@ -361,13 +358,13 @@ class StartCheckpoint(NamedTuple):
         return {} if self.state is None else self.state.get("flags", {})
 
     def without_tensors(self) -> "StartCheckpoint":
-        """Return what all ranks know of a checkpoint that rank 0 has read."""
+        """Return the part of the checkpoint that rank 0 sends to all ranks."""
         if self.state is None:
             return self
         return self._replace(state=self.state | dict(model_state_dict={}, optimizer_state_dict={}))
 
     def is_in(self, directory: str) -> bool:
-        """Return whether a run continues in the directory of its checkpoint."""
+        """Return whether the run resumes in the directory of its checkpoint."""
         return self.resumes and self.path is not None and self.path.parent == Path(directory)
 
 
@@ -375,38 +372,39 @@ FROM_SCRATCH = StartCheckpoint()
 
 
 def load_start(directory: Path, resume: str | None, reset_steps: bool) -> StartCheckpoint:
-    """Load the checkpoint that a run in a directory begins with.
+    """Load the checkpoint from which a run in a directory starts.
 
-        the directory has     --resume                           the run
-        a good checkpoint     none, the newest, the directory    resumes from the newest
-                              another file in it                 error
-                              elsewhere                          resumes from the newest
-                              elsewhere, --reset_steps, but
-                              not what the run began from        error
-        only bad ones         in the directory                   begins with what is named
-                              none, elsewhere                    error
-        no checkpoint         any                                begins with what is named
+        in the directory  --resume names               the run starts from  with --reset_steps
+        a good            nothing, the directory       the newest           error
+        checkpoint        its newest checkpoint        the newest           error
+                          another file in it           error                error
+                          what its run started from    the newest           the newest
+                          anything else                the newest           error
+        only bad ones     the directory, a file in it  what is named        what is named
+                          nothing, anything else       error                error
+        no checkpoint     nothing                      scratch              error
+                          anything                     what is named        what is named
 
-    So a command that is repeated, as by torchrun and Slurm, continues its run. A run with a good
-    checkpoint refuses --reset_steps, unless --resume names what the run began from, and is not
-    read. Raise CheckpointError in these cases, and for a checkpoint that cannot be used."""
+    "The newest" is the newest good checkpoint in the directory. So a repeated command, as with
+    torchrun or Slurm, continues its run, and does not read a checkpoint elsewhere that --resume
+    names. Raise CheckpointError for "error", and for a checkpoint that cannot be used."""
     newest = next(good_checkpoints(directory), None)
     here = directory.resolve()
     named = None
-    inside = False  # whether `resume` names the directory, or a file in it
+    is_inside = False  # whether --resume names the directory, or a file in it
     if resume is not None:
-        named = Path(os.path.realpath(resume))  # Path.resolve raises for links in a circle
-        inside = here == (named if named.is_dir() else named.parent)
+        named = Path(os.path.realpath(resume))  # Path.resolve raises for cyclic links
+        is_inside = here == (named if named.is_dir() else named.parent)
     if newest is None:
-        if not inside and checkpoint_paths(directory):
+        if not is_inside and checkpoint_paths(directory):
             raise CheckpointError(
                 f"--ckpt_dir: none of the checkpoints in {directory} is usable: restore a good "
                 f"one, or use another directory"
             )
         return begin_run(resume, reset_steps)
     path, state = newest
-    if resume is not None and not inside:
-        # a checkpoint of an early version does not say what its run began from
+    if resume is not None and not is_inside:
+        # A checkpoint of an early version does not record what its run started from.
         if reset_steps and state.get("origin", str(named)) != str(named):
             raise CheckpointError(
                 f"--reset_steps: the run in {directory} did not begin from {resume}: name a new "
@@ -419,7 +417,7 @@ def load_start(directory: Path, resume: str | None, reset_steps: bool) -> StartC
     elif reset_steps:
         raise CheckpointError(
             f"--reset_steps: {directory} already holds a run: name a new --ckpt_dir, and the "
-            f"checkpoint by --resume"
+            f"checkpoint with --resume"
         )
     elif named not in (None, here, path.resolve()):
         raise CheckpointError(
@@ -430,8 +428,8 @@ def load_start(directory: Path, resume: str | None, reset_steps: bool) -> StartC
 
 
 def begin_run(resume: str | None, reset_steps: bool) -> StartCheckpoint:
-    """Load what --resume names, if anything, for a run in a directory without a good checkpoint: a
-    checkpoint, an export, or the newest good checkpoint of a run's directory."""
+    """Load what --resume names, for a run in a directory without a good checkpoint: nothing, a
+    checkpoint, an export, or a run's directory, of which the newest good checkpoint is taken."""
     if resume is None:
         if reset_steps:
             raise CheckpointError("--reset_steps needs --resume CHECKPOINT, whose weights it loads")
@@ -458,11 +456,11 @@ def begin_run(resume: str | None, reset_steps: bool) -> StartCheckpoint:
 
 
 def lowest_loss(saved: Sequence[SavedCheckpoint]) -> SavedCheckpoint | None:
-    """Return the checkpoint with the lowest validation loss, the oldest of several, or None if none
-    was evaluated. `saved`: the oldest first.
+    """Return the checkpoint with the lowest validation loss, or None if none was evaluated. Among
+    equals, return the oldest. saved: oldest first.
 
-    Where the validation data changed, best_loss began anew (RunProgress.forget_losses). So a loss
-    below the newest checkpoint's best_loss is one of the old data, and does not count."""
+    When the validation data changes, best_loss starts again (RunProgress.forget_losses). So a loss
+    below the newest checkpoint's best_loss was measured on the old data, and does not count."""
     comparable = [
         one for one in saved if one.val_loss is not None and one.val_loss >= saved[-1].best_loss
     ]
@@ -470,12 +468,12 @@ def lowest_loss(saved: Sequence[SavedCheckpoint]) -> SavedCheckpoint | None:
 
 
 class CheckpointWriter:
-    """Write checkpoints in a background thread, so that the loop only waits for the copy out of
-    device memory.
+    """Write checkpoints in a background thread, so that the loop waits only for the copy to host
+    memory.
 
-    A file under its final name is complete and durable. A failure (a full disk) is logged, and the
-    next save tries again; older files stay. With several ranks, rank 0 writes and the others send
-    it their rows."""
+    A file under its final name is complete and durable. If writing fails (a full disk), log an
+    error, keep the older files, and try again at the next save. With several ranks, rank 0 writes,
+    and the others send it their rows of sharded tensors."""
 
     def __init__(
         self,
@@ -486,27 +484,29 @@ class CheckpointWriter:
         step: int = 0,
         resumes_in_place: bool = False,
     ):
-        """step: where a run begins. resumes_in_place: its checkpoint is in the directory.
+        """Delete unfinished files that a killed process left.
 
-        Unfinished files that a killed process left are deleted."""
+        step: the last step before this process. resumes_in_place: the checkpoint of this step is in
+        the directory."""
         self.directory = directory
-        self.saved: list[SavedCheckpoint] = []  # in the directory, the oldest first
+        self.saved: list[SavedCheckpoint] = []  # in the directory, oldest first
         self.keep_last = keep_last
         self.keep_best = keep_best
         self.world = world
         self.saved_step = step if resumes_in_place else 0  # step of the newest saved state
-        self.host_copy: Any = None  # the newest saved state, whose memory the next save reuses
+        self.host_copy: Any = None  # the newest saved state; the next save reuses its memory
         self.thread = ThreadPoolExecutor(1)
         self.writing: Future[bool] = self.thread.submit(lambda: True)  # whether it succeeded
         if world.is_rank0:
             files.delete_unfinished(directory, "spider-step*.pt")
-            # Not later ones: load_start found them damaged, but find_checkpoints reads no sums.
+            # Later checkpoints are damaged: load_start skipped them by their checksums, which
+            # find_checkpoints does not read.
             self.saved = [one for one in find_checkpoints(directory) if one.step <= step]
 
     def save(self, state: dict, sync_metrics: Callable[[], None]):
-        """Wait for the previous write, copy a state, and start to write it. Every rank calls it.
+        """Wait for the previous write, copy a state, and start to write it. Every rank calls this.
 
-        sync_metrics: on rank 0, completes metrics.jsonl before the file is renamed."""
+        sync_metrics: completes metrics.jsonl on rank 0, before the file gets its final name."""
         began = time.perf_counter()
         self.writing.result()
         self.host_copy = copy_to_host(state, self.host_copy, self.world.is_rank0)
@@ -519,18 +519,19 @@ class CheckpointWriter:
         self.writing = self.thread.submit(self._write, self.host_copy, sync_metrics, in_loop)
 
     def mark_unsaved(self, step: int):
-        """Have the state of a step saved again, because it has changed."""
+        """Mark the state of a step as changed, so that it is saved again."""
         self.saved_step = step - 1
 
     def holds(self, step: int) -> bool:
-        """Wait for the current write; return whether the state of a step is saved. Every rank calls
-        it."""
+        """Wait for the current write. Return whether the state of a step is saved. Every rank calls
+        this."""
         written = self.writing.result()
         return self.world.on_rank0(lambda: self.saved_step == step and written)
 
     def _write(self, state: dict, sync_metrics: Callable[[], None], in_loop: float) -> bool:
-        """Write a state to its file, and log the outcome. Return whether it was written. in_loop:
-        seconds that the save took in the loop."""
+        """Write a state to its file, and log the outcome. Return whether the file was written.
+
+        in_loop: seconds for which the save held up the loop."""
         began = time.perf_counter()
         path = checkpoint_path(self.directory, state["step"])
         try:
@@ -549,10 +550,12 @@ class CheckpointWriter:
         return True
 
     def _retain(self, newest: SavedCheckpoint):
-        """Add a checkpoint to those of the directory, and delete all but these: the newest
-        `keep_last`; the newest two that had not exploded; and, if `keep_best`, the one with the
-        lowest validation loss. Two, because the update right after a sound loss may already have
-        ruined the weights."""
+        """Add a checkpoint to the list, and delete all checkpoints except
+
+        - the newest `keep_last`,
+        - the newest two whose loss had not exploded; two, since the update after a normal loss may
+          already have ruined the weights,
+        - with `keep_best`, the checkpoint with the lowest validation loss."""
         others = [one for one in self.saved if one.step != newest.step]
         saved = [*others, newest]
         sound = [one for one in saved if not one.exploded]
@@ -566,7 +569,7 @@ class CheckpointWriter:
                 continue
             try:
                 one.path.unlink(missing_ok=True)
-            except OSError as fault:  # immutable, of another owner, a file system's fault
+            except OSError as fault:  # immutable, another owner's, or a file system error
                 logger.warning(
                     f"{one.path} is no longer needed, but cannot be deleted: {fault.strerror}"
                 )
@@ -575,20 +578,20 @@ class CheckpointWriter:
 # --------------------------------------------------------------------------------------------------
 # Resuming
 
-# What a change of these flags means for a resumed run
-READS = {"mock_data", "seq_len", "seed"}  # they decide which sequences a step reads
-EVALUATES = {"mock_data", "seq_len", "eval_tokens"}  # which bytes an evaluation reads
-# facts of the sources, see Loader.mixture, and what they are called
+READS = {"mock_data", "seq_len", "seed"}  # flags that decide which sequences a step reads
+EVALUATES = {"mock_data", "seq_len", "eval_tokens"}  # flags that decide which bytes are evaluated
+# Keys of Loader.mixture, with names for people
 MIXTURE = {"targets": "the size of the data", "shares": "the mixture of the data"}
-# Flags that may differ in a resumed run: the horizon that --minutes chose is compared instead, the
-# same data may have moved, and the same step may be split differently.
+# Flags that may change: --target_tokens is compared instead of --minutes, which chose it; the data
+# may have moved; a step may be split differently.
 NOT_COMPARED = {"minutes", "data_dir", "micro_batch"}
 
 
-def changes_since(state: dict, plan: "Plan", mixture: dict[str, Any]) -> dict[str, str]:
-    """Compare a plan with the checkpoint that it resumes from: describe each change by name.
+def changes_since(state: dict, plan: Plan, mixture: dict[str, Any]) -> dict[str, str]:
+    """Compare a plan with the checkpoint that it resumes from. Return a description of each change,
+    by name.
 
-    What an older checkpoint lacks counts as unchanged."""
+    mixture: see Loader.mixture. Values that an older checkpoint lacks count as unchanged."""
     flags = plan.flags.recorded()
     now = asdict(plan.config) | flags | dict(n_loops=plan.flags.n_loops, **mixture)
     before = asdict(SpiderConfig.from_saved(state["cfg"])) | state.get("flags", {})
@@ -601,23 +604,24 @@ def changes_since(state: dict, plan: "Plan", mixture: dict[str, Any]) -> dict[st
 
 
 def progress_of(
-    origin: StartCheckpoint, plan: "Plan", loader: "Loader"
+    start: StartCheckpoint, plan: Plan, mixture: dict[str, Any], epoch_of: Callable[[int], int]
 ) -> tuple[RunProgress, dict[str, str]]:
-    """Return the progress of the run that a checkpoint continues, and its `changes_since`; for
-    other runs that of step 0, and no change.
+    """Return the progress of the resumed run and its `changes_since`; for a new run, return the
+    progress of step 0, and no changes.
 
-    Losses that the changes make incomparable are forgotten. Raise CheckpointError if --reset_steps
-    is given, but the run was trained on other data: this is another fine-tune of its weights."""
+    mixture, epoch_of: attributes of the Loader. Forget losses that the changes make incomparable.
+    Raise CheckpointError if --reset_steps is given and the run was trained on other data: then the
+    command means another fine-tune of its weights."""
     flags = plan.flags
     progress = RunProgress()
     if flags.reset_steps and flags.resume:
         progress.origin = os.path.realpath(flags.resume)
     changed: dict[str, str] = {}
-    if origin.resumes:
-        assert origin.state is not None
-        names = vars(progress).keys() & origin.state.keys()
-        progress = replace(progress, **{name: origin.state[name] for name in names})
-        changed = changes_since(origin.state, plan, loader.mixture)
+    if start.resumes:
+        assert start.state is not None
+        names = vars(progress).keys() & start.state.keys()
+        progress = replace(progress, **{name: start.state[name] for name in names})
+        changed = changes_since(start.state, plan, mixture)
         if flags.reset_steps and MIXTURE.keys() & changed.keys():
             raise CheckpointError(
                 f"--reset_steps: the run in {flags.ckpt_dir} was trained on other data: name a new "
@@ -626,23 +630,23 @@ def progress_of(
     if changed:
         evaluates = EVALUATES | MIXTURE.keys()
         progress.forget_losses(evaluations=bool(evaluates & changed.keys()))
-        # With more data the position may be in an earlier epoch; tables are cleared when an epoch
-        # exceeds this one.
-        epoch = loader.epoch(progress.next_sequence(flags.seq_len))
+        # With more data, the position may be in an earlier epoch. Engram tables are cleared when a
+        # step's epoch exceeds progress.epoch.
+        epoch = epoch_of(progress.next_sequence(flags.seq_len))
         progress.epoch = min(progress.epoch, epoch)
     progress.n_loops = flags.n_loops
     return progress, changed
 
 
 def check_finished(
-    origin: StartCheckpoint, plan: "Plan", progress: RunProgress, changed: dict[str, str]
+    start: StartCheckpoint, plan: Plan, progress: RunProgress, changed: dict[str, str]
 ):
-    """Check a run that has no step left to train. Raise UsageError if it has other settings than
-    its checkpoint, or another directory, and Diverged if it had diverged."""
+    """Check a run that has no step left to train. Raise Diverged if it had diverged, and UsageError
+    if its settings or its directory are not those of its checkpoint."""
     progress.check_divergence(1)
-    nothing_left = f"{origin.path}: no step is left to train"
+    nothing_left = f"{start.path}: no step is left to train"
     longer = "train longer (--max_steps, --target_tokens, --patience)"
-    if not origin.is_in(plan.flags.ckpt_dir):
+    if not start.is_in(plan.flags.ckpt_dir):
         raise UsageError(
             f"--resume: {nothing_left}: {longer}, or add --reset_steps to begin a new run from its "
             f"weights"
@@ -655,34 +659,34 @@ def check_finished(
 
 
 def restore(
-    origin: StartCheckpoint,
-    plan: "Plan",
+    start: StartCheckpoint,
+    plan: Plan,
     model: nn.Module,
     optimizers: Optimizers,
     progress: RunProgress,
     changed: dict[str, str],
 ):
-    """Load a checkpoint into model and optimizers, or only its weights.
+    """Load a checkpoint into model and optimizers; for a new run, load only the weights.
 
-    Log what is loaded, and the settings that have changed since."""
-    state = origin.state
+    Log what is loaded, and which settings have changed since."""
+    state = start.state
     if state is None:
         return
-    what = "resuming from" if origin.resumes else "weights of"
-    logger.info(f"{what} {origin.path} (step {state['step']})")
+    what = "resuming from" if start.resumes else "weights of"
+    logger.info(f"{what} {start.path} (step {state['step']})")
     load_model(model, state["model_state_dict"])
-    if not origin.resumes:
+    if not start.resumes:
         return
     optimizers.load_state_dict(state["optimizer_state_dict"])
     if changed:
         logger.warning(f"settings differ from the run so far: {'; '.join(changed.values())}")
     if changed.keys() & (READS | MIXTURE.keys()):
         logger.warning(
-            "they change which text a step reads: until each source begins its next epoch, some of "
-            "its text is read again, and some is skipped"
+            "these changes alter which text a step reads: until each source begins its next epoch, "
+            "some of its text is read again, and some is skipped"
         )
     if progress.exploded:
         logger.warning(
-            f"{origin.path}: the loss had exploded by then; to go back, name an earlier checkpoint "
-            f"by --resume, and a new --ckpt_dir"
+            f"{start.path}: the loss had exploded by then; to go back, name an earlier checkpoint "
+            f"with --resume, and a new --ckpt_dir"
         )

@@ -3,9 +3,9 @@
     python -m spider.training.curves OUT.png checkpoints/a checkpoints/b
     python -m spider.training.curves OUT.png "default=checkpoints/a" "three loops=checkpoints/b"
 
-A panel shows one quantity over the bytes seen, in a color per run: a moving average, and circles
-for validation. The first tenth of a run sets no axis, since its losses would flatten the rest.
-matplotlib is imported only to draw.
+Each panel shows one quantity over the bytes seen, in one color per run: a moving average, and
+circles for validation. The first tenth of a run does not affect the range of the y axis, since the
+first losses would flatten the rest. matplotlib is imported only for drawing.
 """
 
 import importlib.util
@@ -24,7 +24,7 @@ from spider.files import atomic_write
 from spider.machine import quiet
 from spider.training.run import read_metrics
 
-PANELS = {  # title: key in metrics.jsonl, key of its validation
+PANELS = {  # title: key in metrics.jsonl, key of the same quantity in validation
     "bits per byte": ("bpb", "val_bpb"),
     "bytes per segment": ("bytes_per_segment", "val_bytes_per_segment"),
     "loops until halting": ("mean_loops", ""),
@@ -33,14 +33,14 @@ PANELS = {  # title: key in metrics.jsonl, key of its validation
     "load of the busiest expert (1 is even)": ("expert_balance", ""),
     "bytes per second": ("tok_per_sec", ""),
 }
-SOURCE = "val_bpb/"  # prefix of the keys of a source's validation
-COLUMNS = 3  # panels in a row
+SOURCE_PREFIX = "val_bpb/"  # followed by the name of a source
+COLUMNS = 3  # panels per row
 
 Curves = dict[str, np.ndarray]  # by key, [2, values]: bytes seen, values
 
 
 def read_curves(directory: Path) -> Curves:
-    """Read the finite numbers of a run's metrics.jsonl; return nothing if there is no such file."""
+    """Read the finite numbers of a run's metrics.jsonl; return {} if there is no such file."""
     points: dict[str, list] = defaultdict(list)
     for line in read_metrics(directory / "metrics.jsonl"):
         bytes_seen = line.get("bytes_seen")
@@ -53,8 +53,8 @@ def read_curves(directory: Path) -> Curves:
     return {key: np.array(values).T for key, values in points.items()}
 
 
-def later(values: np.ndarray) -> np.ndarray:
-    """Return the last nine tenths of some values."""
+def without_first_tenth(values: np.ndarray) -> np.ndarray:
+    """Drop the first tenth of the values."""
     return values[len(values) // 10 :]
 
 
@@ -66,19 +66,20 @@ def smooth(curve: np.ndarray) -> np.ndarray:
 
 
 def panels_of(runs: list[Curves]) -> dict[str, tuple[str, str]]:
-    """Return the panels of what these runs have, with one for each source of a mixture."""
+    """Return the panels for the quantities that these runs have, one of them for each source of a
+    mixture."""
     found = set().union(*runs)
     panels = {title: keys for title, keys in PANELS.items() if found & {*keys}}
     for key in sorted(found):
-        if key.startswith(SOURCE):
-            panels[f"validation of {key.removeprefix(SOURCE)}, bits per byte"] = ("", key)
+        if key.startswith(SOURCE_PREFIX):
+            panels[f"validation of {key.removeprefix(SOURCE_PREFIX)}, bits per byte"] = ("", key)
     return panels
 
 
 def draw_curves(out: Path, labels: list[str], runs: list[Curves]):
-    """Draw runs into a PNG. Raise ImportError without matplotlib."""
+    """Draw the curves of runs into a PNG file. Raise ImportError if matplotlib is not installed."""
     if importlib.util.find_spec("matplotlib_inline") is None:
-        os.environ.pop("MPLBACKEND", None)  # that of the notebook which started this process
+        os.environ.pop("MPLBACKEND", None)  # set by the notebook that started this process
     from matplotlib.figure import Figure
     from matplotlib.ticker import EngFormatter
 
@@ -88,17 +89,17 @@ def draw_curves(out: Path, labels: list[str], runs: list[Curves]):
     figure.supxlabel("bytes seen", fontsize="medium")
     for number, (title, (key, validation)) in enumerate(panels.items(), 1):
         axes = figure.add_subplot(rows, COLUMNS, number, title=title)
-        shown = []  # values that set the axis
+        shown = []  # values that determine the range of the y axis
         for color, (label, curves) in enumerate(zip(labels, runs, strict=True)):
             if key in curves:
                 x, y = smooth(curves[key])
                 axes.plot(x, y, f"C{color}", label=f"{y[-1]:.4g} {label}")
-                shown.append(later(y))
+                shown.append(without_first_tenth(y))
             if validation in curves:
                 x, y = curves[validation]
                 described = f"{y[-1]:.4g} {label}, validation, lowest {y.min():.4g}"
                 axes.plot(x, y, f"C{color}o-", lw=0.7, mfc="white", label=described)
-                shown.append(later(y))
+                shown.append(without_first_tenth(y))
         values = np.concatenate(shown)
         margin = 0.05 * np.ptp(values)
         axes.set_ylim(values.min() - margin, values.max() + margin)
@@ -110,11 +111,11 @@ def draw_curves(out: Path, labels: list[str], runs: list[Curves]):
         figure.savefig(file, dpi=90, format="png")
 
 
-REDRAW_SECONDS = 60.0  # between drawings of a run, each of which takes a second or more
+REDRAW_SECONDS = 60.0  # between two drawings of a run; each drawing takes a second or more
 
 
 def write_curves(directory: Path, ends: bool):
-    """Draw curves.png of a run, if matplotlib is installed, and log the path when the run ends."""
+    """Draw curves.png of a run, if matplotlib is installed. ends: the run ends, so log the path."""
     out = directory / "curves.png"
     try:
         curves = read_curves(directory)
@@ -125,12 +126,12 @@ def write_curves(directory: Path, ends: bool):
                 logger.info(f"curves: {out}")
     except ModuleNotFoundError:
         pass
-    except Exception as fault:  # broken installation or full disk, which must not fail the run
+    except Exception as fault:  # a broken installation or a full disk must not end the run
         logger.warning(f"could not draw curves.png: {fault}")
 
 
 def main(argv: list[str]) -> int:
-    """Draw the curves of several runs in one picture."""
+    """Draw the curves of several runs into one PNG file."""
     if importlib.util.find_spec("matplotlib") is None:
         raise UsageError('matplotlib is not installed: pip install -e ".[plot]"')
     if len(argv) < 2:
@@ -148,7 +149,7 @@ def main(argv: list[str]) -> int:
             raise UsageError(f"{directory}: there is no metrics.jsonl with steps in it")
         labels.append(label)
         runs.append(curves)
-    with quiet():  # warnings of characters that the font lacks
+    with quiet():  # matplotlib warns about characters that the font lacks
         draw_curves(Path(out), labels, runs)
     return 0
 

@@ -1,6 +1,6 @@
-"""The log of a run: what was chosen, its steps, and how it ended.
+"""Log a run: its settings, its steps, and how it ended.
 
-metrics.jsonl and wandb, which have every step, are in run.py."""
+run.py has metrics.jsonl and wandb, which record every step."""
 
 import math
 import shlex
@@ -30,19 +30,15 @@ def describe_run(
     inherited: Mapping[str, Mapping[str, object]],
     world: World,
 ) -> list[str]:
-    """Return the first lines of the log: what trains on what, for how long; what `auto` and
-    --minutes chose; what was set elsewhere.
+    """Return the first lines of the log: model, hardware and data, the number of steps, what `auto`
+    and --minutes chose, and flags from elsewhere than the command line.
 
-    sources: the data. inherited: the flags that the environment and --config set."""
+    sources: the data. inherited: flags from the environment and --config, by source."""
     flags = plan.flags
     parameters = sum(p.numel() for p in plan.model.parameters()) / 1e6
-    hardware = f"{world.device}, threads: {torch.get_num_threads()}"
-    if world.device.type == "cuda":
-        hardware = torch.cuda.get_device_name(world.device)
-    if world.ranks > 1:
-        hardware += f", ranks: {world.ranks}"
     lines = [
-        f"model {plan.recipe}, {parameters:.3g}M parameters, loops: {flags.n_loops}; {hardware}",
+        f"model {plan.recipe}, {parameters:.3g}M parameters, loops: {flags.n_loops}; "
+        f"{describe_hardware(world)}",
         *map(str, sources),
         f"steps: {last_step:,} of {plan.step_bytes:,} bytes, micro-batch {flags.micro_batch}, "
         f"saved in {flags.ckpt_dir}",
@@ -56,15 +52,25 @@ def describe_run(
     return lines
 
 
+def describe_hardware(world: World) -> str:
+    """Describe the device and the number of ranks."""
+    hardware = f"{world.device}, threads: {torch.get_num_threads()}"
+    if world.device.type == "cuda":
+        hardware = torch.cuda.get_device_name(world.device)
+    if world.ranks > 1:
+        hardware += f", ranks: {world.ranks}"
+    return hardware
+
+
 def describe_recipe(plan: Plan) -> list[str]:
-    """Return a line of the dry run with the flags that the recipe decided, or none."""
+    """Return a line of the dry run with the flags that the recipe set, or nothing."""
     names = (plan.defaults.values.keys() | plan.defaults.rules.keys()) - plan.given
     settings = {name: value for name, value in vars(plan.flags).items() if name in names}
     return describe_settings(f"recipe of {plan.recipe}", settings)
 
 
 def describe_settings(source: str, settings: Mapping[str, object]) -> list[str]:
-    """Return a line with flags as on the command line, or none."""
+    """Return a line with flags as on the command line, or nothing if there are none."""
     words = [as_argument(name, value) for name, value in settings.items()]
     return [f"{source}: {' '.join(words)}"] if words else []
 
@@ -81,14 +87,16 @@ def as_argument(name: str, value: object) -> str:
 # --------------------------------------------------------------------------------------------------
 # Steps
 
-LOG_LINES = 100  # of steps in a run, at most, unless --log_every is given
-LOG_SECONDS = 10.0  # between two lines, at least
-MAX_SILENCE = 600.0  # seconds after which a step has a line in any case, even in a long run
+# Without --log_every, two lines are as far apart as 1 / LOG_LINES of the run or LOG_SECONDS,
+# whichever is longer, but at most MAX_SILENCE.
+LOG_LINES = 100
+LOG_SECONDS = 10.0
+MAX_SILENCE = 600.0  # seconds
 
 
 class StepLog:
-    """Log a line every --log_every steps, by default as often as the constants above allow, and
-    what is unusual about a step."""
+    """Log the steps of a run: a line every --log_every steps, by default as often as the constants
+    above allow, and whatever is unusual about a step."""
 
     def __init__(self, plan: Plan, progress: RunProgress, last_step: int):
         self.plan = plan
@@ -100,7 +108,7 @@ class StepLog:
         self.logged_step = progress.step
 
     def is_due(self, step: int, now: float) -> bool:
-        """Return whether a step has a line."""
+        """Return whether to log a line for a step."""
         if step in (self.first_step, self.last_step):
             return True
         if self.plan.flags.log_every:
@@ -110,21 +118,22 @@ class StepLog:
         return seconds >= MAX_SILENCE or (seconds >= LOG_SECONDS and is_hundredth)
 
     def log(self, events: StepEvents):
-        """Log the last step, if a line is due, and its events."""
+        """Log the last step, if a line is due, and the step's events."""
         progress = self.progress
         step = progress.step
         now = time.perf_counter()
         if self.is_due(step, now):
             self.logged = now
             self.logged_step = step
-            pace = (now - self.began) / (step - self.first_step + 1)  # evaluations and all
+            # seconds per step, with evaluations
+            pace = (now - self.began) / (step - self.first_step + 1)
             left = estimate.describe_duration((self.last_step - step) * pace)
             metrics = progress.metrics
             assert metrics is not None
             logger.info(
                 f"step {step}/{self.last_step}  bpb {metrics['loss'] / math.log(2):.3f}  loss "
                 f"{metrics['loss']:.3f}  {metrics['tok_per_sec'] / 1e3:,.1f} kB/s  ETA "
-                f"{left.partition(',')[0]}"  # days alone, if it takes days
+                f"{left.partition(',')[0]}"  # only the days, if it takes days
             )
         if events.begins_epoch:
             line = f"step {step} begins epoch {progress.epoch} (from 0)"
@@ -136,7 +145,7 @@ class StepLog:
 
 
 def describe_odd_step(progress: RunProgress, plan: Plan) -> str:
-    """Describe a skipped step or a loss spike, with the command that prints its batch."""
+    """Describe a skipped step or a loss spike, with the command that prints the step's batch."""
     flags = plan.flags
     what = "skipped: loss or gradient is not finite" if progress.skipped else "is a spike"
     where = "--mock_data" if flags.mock_data else quoted(flags.data_dir)
@@ -152,9 +161,9 @@ def describe_odd_step(progress: RunProgress, plan: Plan) -> str:
 
 
 def log_end(plan: Plan, progress: RunProgress, horizon: int, how: str):
-    """Log what a run that has ended by itself gave, where it is, and what a user can do next.
+    """Log the result of a finished run, its checkpoint, and what a user can do next.
 
-    how: the last words of the line, such as "0:00:12"."""
+    how: the last words of the first line, such as "0:00:12"."""
     found = ""
     best = progress.best_loss
     last = (progress.metrics or {}).get("val_loss")
@@ -166,13 +175,13 @@ def log_end(plan: Plan, progress: RunProgress, horizon: int, how: str):
     path = checkpoint_path(Path(plan.flags.ckpt_dir), progress.step)
     if path.exists():  # not on other hosts
         logger.info(f"checkpoint: {path}, {path.stat().st_size / 1e6:,.0f} MB")
-    if plan.model_class is Spider:  # sample.py loads no other
+    if plan.model_class is Spider:  # sample.py loads no other class
         logger.info(f"next: python sample.py {quoted(plan.flags.ckpt_dir)}")
     logger.info(how_to_train_longer(plan, progress, horizon))
 
 
 def how_to_train_longer(plan: Plan, progress: RunProgress, horizon: int) -> str:
-    """Say how to train longer after a run that has ended by itself."""
+    """Return a line that says how to train a finished run for longer."""
     flags = plan.flags
     if progress.out_of_patience(flags.patience):
         return f"ended by --patience {flags.patience}: to continue, raise it, or set it to 0"

@@ -1,59 +1,54 @@
-"""The plan of a run: from the flags of a command to `Plan`, in stages that take values and return
-values.
+"""What is decided about a run before it starts, as values.
 
-`resolve_plan` calls them in order: the recipe, the model, the batch, the horizon, the machine, memory.
-Then come what --minutes chooses, warnings of a horizon that does not suit, and the dry run."""
+`CommandLine` holds the flags that are given, `Recipe` the defaults of a model. resolve.py makes a
+`Plan` of both."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence, Set
-from dataclasses import dataclass, field, replace
-from functools import partial
-from itertools import product
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Set
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
-from loguru import logger
-
-from data import Loader, StepLayout
-from spider import machine
-from spider.config import MAX_INT, RECOMPUTE, SpiderConfig
-from spider.errors import UsageError, print_line
-from spider.model.memory import tables_of
-from spider.training import estimate
-from spider.training.checkpoint import FROM_SCRATCH, StartCheckpoint, check_weights
-from spider.training.distributed import World
-from spider.training.fp8 import describe_fp8
-from spider.training.optim import ENGRAM_TABLES, kinds_of
-from spider.training.run import RunProgress
-from spider.training.state import on_meta
-from spider.vocabulary import VOCAB_SIZE
+from data import StepLayout
+from spider.config import SpiderConfig
 from spider_model import Spider
-from tile_moe import KERNELS, has_grouped_kernel, resolve_backend
 
 if TYPE_CHECKING:
-    from train import CommandLine, Flags, Recipe
+    from train import Flags
 
-MAX_MICRO_BATCH = 1 << 16  # sequences, where --global_batch chooses
-MAX_SPLITS = 64  # of a step; the memory of each takes milliseconds to estimate
 
-Split = dict[str, Any]  # a step's micro-steps: micro_batch and grad_accum
+class CommandLine(NamedTuple):
+    """The flags of a run before anything is resolved."""
+
+    flags: "Flags"
+    given: frozenset[str]  # names of the flags that were set anywhere
+    inherited: dict[str, dict[str, Any]]  # flags from the environment and --config, by source
+
+
+Rule = Callable[["Flags", SpiderConfig], float]
+
+
+class Recipe(NamedTuple):
+    """The defaults of a model that differ from the defaults of Flags."""
+
+    values: dict[str, Any]
+    rules: dict[str, Rule]  # computed from the horizon and the model, once both are known
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A run as `resolve_plan` decided it: `plan.flags` has the resolved value of every flag."""
+    """A run, completely resolved."""
 
-    flags: "Flags"
+    flags: "Flags"  # with the resolved value of every flag
     given: Set[str]  # names of the flags that were set anywhere, or chosen by --minutes
-    recipe: str  # model whose defaults were used
-    defaults: "Recipe"  # these
+    recipe: str  # name of the model whose defaults were used
+    defaults: Recipe
     config: SpiderConfig
     model_class: type[Spider]
-    # Without storage, on the meta device, until build_model makes it real.
+    # On the meta device, without storage, until train.build_model materializes it
     model: Spider = field(compare=False, repr=False)
     ranks: int = 1
     checkpoint_size: float = 0.0  # bytes
-    memory: dict[str, float] = field(default_factory=dict)  # bytes of a rank, by purpose
+    memory: dict[str, float] = field(default_factory=dict)  # bytes per rank, by purpose
 
     @property
     def layout(self) -> StepLayout:
@@ -69,417 +64,3 @@ class Plan:
     def horizon(self) -> int:
         """Optimizer steps from the start to --target_tokens."""
         return math.ceil(self.flags.target_tokens / self.step_bytes)
-
-
-def resolve_plan(
-    command: "CommandLine",
-    recipes: Mapping[str, "Recipe"],
-    world: World,
-    origin: StartCheckpoint = FROM_SCRATCH,
-    model_class: type[Spider] = Spider,
-    held_out: int = 0,
-) -> Plan:
-    """Resolve a command line into the plan of a run.
-
-    recipes: the defaults of each model. origin: the checkpoint to begin with. held_out: bytes of
-    validation data. Raise UsageError for flags that contradict one another or that this machine
-    does not support, and CheckpointError for a checkpoint of another model."""
-    given = command.given
-    # On unlike GPUs ranks may choose differently.
-    choose = partial(recipe_of, command.flags.model, origin, world.device)
-    recipe = world.on_rank0(choose)
-    defaults = recipes[recipe]
-    flags = with_recipe(command, defaults, origin)
-    config, asked = model_config(flags, recipe, origin)
-    model = on_meta(model_class, config)
-    if origin.path is not None and origin.state is not None:
-        expected = model if asked == config else on_meta(model_class, asked)
-        world.on_rank0(partial(check_weights, origin.path, origin.state, expected))
-
-    if not tables_of(model):
-        if flags.engram_reset and "engram_reset" in given:
-            raise UsageError("--engram_reset: this model has no Engram tables")
-        flags = replace(flags, engram_reset=False)
-    splits = splits_of(flags, given, world.ranks, origin)
-    # The horizon needs a step's bytes, which are the same in all splits; with_memory chooses one.
-    flags = with_split(flags, splits[0], world.ranks)
-    flags = with_horizon(flags, given, defaults, model)
-    flags = with_machine(flags, config, world)
-    plan = Plan(
-        flags,
-        given,
-        recipe,
-        defaults,
-        config,
-        model_class,
-        model,
-        ranks=world.ranks,
-        checkpoint_size=sum(estimate.state_size(model, flags.optimizer)),
-    )
-    plan = with_evaluations(plan, held_out, origin)
-    return with_memory(plan, splits, world)
-
-
-# --------------------------------------------------------------------------------------------------
-# Recipe and model
-
-
-MEMORY_OF_1B = 20e9  # bytes: less holds weights and optimizer, but hardly a micro-batch
-
-
-def recipe_of(model: str, origin: StartCheckpoint, device: torch.device) -> str:
-    """Return the recipe: that of --model, else the checkpoint's, else one that suits the device:
-    `1b` would take weeks on a GPU without bf16."""
-    if model != "auto":
-        return model
-    if recorded := (origin.state or {}).get("recipe"):
-        return recorded
-    is_small = device.type == "cpu" or machine.memory_of(device) < MEMORY_OF_1B
-    return "tiny" if is_small or not machine.has_bf16(device) else "1b"
-
-
-def with_recipe(command: "CommandLine", recipe: "Recipe", origin: StartCheckpoint) -> "Flags":
-    """Fill in the recipe's values, and what the checkpoint decides, of flags that are not given."""
-    flags, given, _ = command
-    defaults = dict(recipe.values)
-    if "micro_batch" in given:  # then a step has --grad_accum of them
-        defaults.pop("global_batch", None)
-    if origin.state is not None:
-        defaults["n_loops"] = origin.state["n_loops"]
-    if origin.resumes and flags.minutes is not None:
-        check_minutes(flags, origin.flags)
-        for name in ("target_tokens", "eval_tokens"):  # --minutes chose them at the start
-            if name in origin.flags:
-                defaults[name] = origin.flags[name]
-    return replace(flags, **{name: value for name, value in defaults.items() if name not in given})
-
-
-def check_minutes(flags: "Flags", recorded: Mapping[str, Any]):
-    """Raise UsageError if --minutes is not that by which the run to resume was started."""
-    before = recorded.get("minutes")
-    if before == flags.minutes:
-        return
-    started = "without it: leave it out" if before is None else f"with {before:g}: give that"
-    raise UsageError(
-        f"--minutes {flags.minutes:g}: this run was started {started} to continue it; to train it "
-        f"longer, --resume it in a new --ckpt_dir with a larger --target_tokens"
-    )
-
-
-def model_config(
-    flags: "Flags", recipe: str, origin: StartCheckpoint
-) -> tuple[SpiderConfig, SpiderConfig]:
-    """Return the configuration of the model: the checkpoint's, else that of the recipe, with --set
-    applied. Return also what --model asks for, whose weights must have the same shapes.
-
-    Raise UsageError for a bad name or value in --set."""
-    try:
-        fresh = SpiderConfig.preset(recipe).changed(flags.set or "")
-        if origin.state is None:
-            config = replace(fresh, n_loops=flags.n_loops)
-            return config, config
-        saved = SpiderConfig.from_saved(origin.state["cfg"])
-        config = replace(saved, vocab_size=VOCAB_SIZE).changed(flags.set or "")
-    except ValueError as fault:
-        raise UsageError(f"--set: {fault}") from None
-    if flags.model == "auto":
-        return config, config
-    return config, replace(fresh, n_loops=config.n_loops)
-
-
-# --------------------------------------------------------------------------------------------------
-# Batch and horizon
-
-
-def splits_of(
-    flags: "Flags", given: Set[str], ranks: int, origin: StartCheckpoint = FROM_SCRATCH
-) -> list[Split]:
-    """Return the splits of a step that the flags allow, the preferred ones first.
-
-    With --global_batch (given, or the recipe's) these are all that give its bytes, or of very many
-    a part, the largest micro-batch first; memory decides among them. An interrupted run prefers the
-    split that it had."""
-    if flags.global_batch is None:
-        return [dict(micro_batch=flags.micro_batch, grad_accum=flags.grad_accum)]
-    row_bytes = flags.seq_len * ranks  # bytes of a sequence on every rank
-    sequences, rest = divmod(flags.global_batch, row_bytes)
-    if rest and "global_batch" not in given:  # the recipe's: as many bytes or a few more
-        sequences += 1
-        rest = 0
-    asked = {name: getattr(flags, name) for name in ("micro_batch", "grad_accum") if name in given}
-    splits = []
-    for micro_batch in range(min(sequences, MAX_MICRO_BATCH), 0, -1):
-        split = dict(micro_batch=micro_batch, grad_accum=sequences // micro_batch)
-        if sequences % micro_batch == 0 and asked.items() <= split.items():
-            splits.append(split)
-    if rest or not splits:
-        times = "".join(f" times --{name} {value}" for name, value in asked.items())
-        raise UsageError(
-            f"--global_batch: {flags.global_batch:,} bytes are not a multiple of {row_bytes:,} "
-            f"(--seq_len times ranks){times}"
-        )
-    while len(splits) > MAX_SPLITS:
-        del splits[-2::-2]  # not the last one, which takes the least memory
-    if origin.resumes:
-        before = origin.flags.get("micro_batch")
-        splits.sort(key=lambda split: split["micro_batch"] != before)
-    return splits
-
-
-def with_split(flags: "Flags", split: Split, ranks: int) -> "Flags":
-    """Set the batch: a split of the step, and the bytes that follow from it."""
-    step_bytes = split["micro_batch"] * split["grad_accum"] * ranks * flags.seq_len
-    return replace(flags, **split, global_batch=step_bytes)
-
-
-def with_half_micro_batch(plan: Plan) -> Plan:
-    """Halve the micro-batch; if a step cannot be split into such, take the next smaller one that
-    splits it. The bytes of a step stay the same."""
-    sequences = plan.flags.micro_batch * plan.flags.grad_accum
-    micro_batch = plan.flags.micro_batch // 2
-    while sequences % micro_batch:
-        micro_batch -= 1
-    split = dict(micro_batch=micro_batch, grad_accum=sequences // micro_batch)
-    return replace(plan, flags=with_split(plan.flags, split, plan.ranks))
-
-
-def with_horizon(flags: "Flags", given: Set[str], recipe: "Recipe", model: Spider) -> "Flags":
-    """Resolve --target_tokens, and the flags that the recipe derives from the horizon.
-
-    Raise UsageError for flags that need an evaluation if there is none."""
-    config = model.config
-    target: float = flags.target_tokens
-    if flags.target_flops:
-        target = flags.target_flops / estimate.flops_per_byte(
-            model, config.bytes_per_segment, flags.n_loops, flags.seq_len
-        )
-    elif flags.target_param_data_ratio:
-        parameters = sum(
-            model.get_parameter(name).numel()
-            for name, kind in kinds_of(model).items()
-            if kind.component != ENGRAM_TABLES
-        )
-        target = flags.target_param_data_ratio * parameters
-    flags = replace(flags, target_tokens=max(1, math.ceil(min(target, MAX_INT))))
-
-    derived: dict[str, Any] = {
-        name: rule(flags, config) for name, rule in recipe.rules.items() if name not in given
-    }
-    flags = replace(flags, **derived)
-    if not flags.eval_every:
-        for name in ("keep_best", "patience"):
-            if getattr(flags, name):
-                raise UsageError(
-                    f"--{name} needs the validation loss, but --eval_every 0 disables evaluation"
-                )
-    return flags
-
-
-def with_evaluations(plan: Plan, held_out: int, origin: StartCheckpoint = FROM_SCRATCH) -> Plan:
-    """Limit evaluations to a sixth of the training, if the recipe or --minutes chooses how many
-    there are. First make fewer of them, at least one; then read fewer bytes in each.
-
-    Evaluating a byte costs a third of training on it, so all evaluations together may read half as
-    many bytes as the training. Only the horizon counts, not --max_steps: a run that resumes with
-    more steps evaluates like an uninterrupted one."""
-    flags = plan.flags
-    by_rule = "eval_every" in plan.defaults.rules.keys() - plan.given
-    if not flags.eval_every or not (by_rule or flags.minutes):
-        return plan
-    affordable = flags.target_tokens // 2  # bytes of all evaluations
-    n_bytes = max(1, min(flags.eval_tokens, held_out))  # of each
-    eval_every = flags.eval_every
-    if by_rule:
-        most = max(1, affordable // n_bytes)
-        eval_every = max(eval_every, math.ceil(plan.horizon / most))
-    evaluations = math.ceil(plan.horizon / eval_every)  # one at the last step
-    eval_tokens = flags.eval_tokens
-    # A run from before this limit resumes with its --eval_tokens, so that its losses compare.
-    is_kept = origin.resumes and origin.flags.get("eval_tokens") == eval_tokens
-    if evaluations * n_bytes > affordable and not is_kept and "eval_tokens" not in plan.given:
-        eval_tokens = max(1, affordable // evaluations)
-    return replace(plan, flags=replace(flags, eval_every=eval_every, eval_tokens=eval_tokens))
-
-
-def with_minutes(plan: Plan, held_out: int, rate: float) -> Plan:
-    """Choose --target_tokens, and what follows from it, for a run of --minutes at `rate` bytes/s.
-    The horizon counts as given from then on."""
-    assert plan.flags.minutes is not None
-    total = int(min(60 * plan.flags.minutes * rate, MAX_INT))  # bytes that can be read
-    given = plan.given | {"target_tokens"}
-
-    def with_target(target: int) -> Plan:
-        flags = replace(plan.flags, target_tokens=max(plan.step_bytes, target))
-        flags = with_horizon(flags, given, plan.defaults, plan.model)
-        return with_evaluations(replace(plan, flags=flags, given=given), held_out)
-
-    longer = with_target(total)  # a longer run, whose evaluations cost at least as much
-    if longer.flags.eval_every:
-        evaluations = math.ceil(longer.horizon / longer.flags.eval_every)
-        total -= evaluations * min(longer.flags.eval_tokens, held_out) // 3
-    return with_target(total)
-
-
-# --------------------------------------------------------------------------------------------------
-# Machine and memory
-
-
-def with_machine(flags: "Flags", config: SpiderConfig, world: World) -> "Flags":
-    """Resolve precision, compilation, optimizer and expert backend. Log what does not work here.
-
-    Unlike the stages before it, this one asks the hardware and the other ranks."""
-    device = world.device
-    compiles = machine.resolve_compile(flags.compile, device)
-    precision = machine.resolve_precision(flags.precision, device)
-    if flags.fp8_experts:
-        check_fp8_experts(precision, device, config)
-    dtype = torch.float32 if precision == "fp32" else torch.bfloat16
-    backend, remark = resolve_backend(flags.moe_backend, device, config, dtype, compiles)
-    if remark:
-        logger.info(remark)
-    # On unlike GPUs ranks may choose differently: a kernel is kept only where all chose it.
-    if flags.moe_backend == "auto":
-        agreed = any(world.all(backend == name) for name in KERNELS)
-        backend = backend if agreed else "grouped"
-    return replace(
-        flags,
-        precision=precision,
-        moe_backend=backend,
-        compile=flags.compile if compiles else "off",
-        optimizer="muon" if flags.optimizer == "auto" else flags.optimizer,
-    )
-
-
-def check_fp8_experts(precision: str, device: torch.device, config: SpiderConfig):
-    """Raise UsageError where --fp8_experts is not supported."""
-    if not config.has_experts:
-        raise UsageError("--fp8_experts: this model has no routed experts")
-    if precision != "fp8":
-        raise UsageError(f"--fp8_experts needs --precision fp8; the precision is {precision}")
-    if device.type == "cuda" and not has_grouped_kernel(device, torch.bfloat16):
-        raise UsageError(
-            "--fp8_experts: torch's grouped FP8 product needs sm_90 or sm_100; leave out the flag "
-            "to run the experts in bf16"
-        )
-
-
-def with_memory(plan: Plan, splits: Sequence[Split], world: World) -> Plan:
-    """Choose the split and --recompute by the memory that a step is estimated to take: for `auto`
-    the least recomputation with which a split fits, then the first split. Rank 0 chooses, for
-    all."""
-    asked = plan.flags.recompute
-    choices = RECOMPUTE if asked == "auto" else (asked,)
-    plans = []
-    for recompute, split in product(choices, splits):
-        flags = replace(with_split(plan.flags, split, world.ranks), recompute=recompute)
-        plans.append(replace(plan, flags=flags))
-    i, memory = world.on_rank0(partial(estimate.first_that_fits, plans, world))
-    return replace(plans[i], memory=memory)
-
-
-# --------------------------------------------------------------------------------------------------
-# Warnings
-
-MAX_EPOCHS = 20  # most of a horizon without a warning
-MIN_STEPS = 250  # least without a warning; a run loses 3 to 6 nats, divided by its steps
-HIGH_AT_END = 2  # a learning rate, relative to that of the horizon
-MUCH_HIGHER = 1.5  # a learning rate, relative to the last one
-
-
-def horizon_warnings(
-    plan: Plan, loader: Loader, horizon: int, rate_of: Callable[[int], float]
-) -> list[str]:
-    """Return warnings for a horizon in steps that does not suit the data or --max_steps.
-
-    rate_of: returns the learning rate of a step, from 0, as a fraction of the peak."""
-    flags = plan.flags
-    warnings: list[str] = []
-    if flags.mock_data:
-        return warnings
-    epochs = (flags.target_tokens * loader.share / loader.targets).max()
-    if epochs > MAX_EPOCHS:
-        warnings.append(
-            f"{epochs:,.0f} epochs memorize the data: use --target_tokens "
-            f"{int(flags.target_tokens * MAX_EPOCHS / epochs)}, or more data"
-        )
-    smallest = plan.ranks * flags.seq_len  # bytes of a step
-    if horizon < MIN_STEPS and plan.step_bytes > smallest:
-        better = max(1, flags.target_tokens // (4 * MIN_STEPS * smallest)) * smallest
-        warnings.append(
-            f"the horizon is only {horizon:,} steps: fewer bytes a step (--global_batch {better}, "
-            f"without --micro_batch and --grad_accum) give a lower loss, more slowly on a GPU"
-        )
-    last = min(horizon, flags.max_steps or horizon)
-    last_rate = rate_of(last - 1)
-    least_rate = rate_of(horizon)
-    if flags.max_steps > horizon:
-        warnings.append(
-            f"--max_steps {flags.max_steps:,} is beyond the horizon of {horizon:,} steps: the "
-            f"steps after it run at the minimum learning rate, {flags.lr * least_rate:.2e}; raise "
-            f"--target_tokens for a schedule over all of them"
-        )
-    if flags.warmup_steps >= last:
-        warnings.append(
-            f"step {last} is in the warm-up, at {last_rate:.0%} of the peak: lower --warmup_steps "
-            f"to {last // 5}"
-        )
-    elif last < horizon and last_rate > HIGH_AT_END * least_rate:
-        warnings.append(
-            f"--max_steps {flags.max_steps} ends at {last_rate:.0%} of the peak rate: use "
-            f"--target_tokens {flags.max_steps * plan.step_bytes}"
-        )
-    return warnings
-
-
-def rise_warning(progress: RunProgress, rate: float) -> list[str]:
-    """Return a warning if a run resumes at a much higher learning rate than it had.
-
-    This happens when its horizon is raised after the rate has fallen. The warm-up is no such rise:
-    the last step's rate is compared with `rate`, what it would be by the present schedule."""
-    before = (progress.metrics or {}).get("lr")
-    if not before or rate < MUCH_HIGHER * before:
-        return []
-    return [f"the learning rate rises from {before:.2e} to {rate:.2e}, and the loss with it"]
-
-
-# --------------------------------------------------------------------------------------------------
-# The dry run
-
-
-def print_dry_run(
-    plan: Plan, remarks: Sequence[str], world: World, time_steps: Callable[[], float]
-) -> int:
-    """Print what a run is and costs, the verdict last.
-
-    remarks: what else the log would say. time_steps: returns the bytes/s of a few steps. Return the
-    exit status: 1 if memory or disk do not suffice, else 0."""
-    flags = plan.flags
-    estimate.print_tables(plan)
-    if flags.precision == "fp8":
-        print(describe_fp8(plan.model, flags.fp8_experts))
-    needs, lacking = estimate.describe_needs(plan, world)
-    for line in (*remarks, *needs):
-        print_line(line)
-
-    bound, expected = estimate.predict_speed(plan, machine.matmul_rate(world.device) * world.ranks)
-    steps = flags.max_steps or plan.horizon
-    n_bytes = steps * plan.step_bytes
-    if estimate.is_timed(plan, world, bound):
-        rate = time_steps()
-        duration = f"{estimate.describe_duration(n_bytes / rate)} at {rate:,.0f} bytes/s, as timed"
-    else:
-        duration = (
-            f"at least {estimate.describe_duration(n_bytes / bound)}: matrix products alone allow "
-            f"{bound:,.0f} bytes/s"
-        )
-        if world.device.type == "cuda" and flags.precision != "fp32":
-            duration = (
-                f"about {estimate.describe_duration(n_bytes / expected)} at an expected "
-                f"{expected:,.0f} bytes/s, {duration}"
-            )
-    print_line(f"run: {steps:,} steps of {plan.step_bytes:,} bytes, {duration}")
-    if lacking:
-        print_line(f"verdict: NOT ENOUGH {'; '.join(lacking)}")
-        return 1
-    print_line("verdict: enough memory and disk")
-    return 0

@@ -1,5 +1,5 @@
-"""A run in progress: its position and losses (`RunProgress`), metrics.jsonl (`Metrics`), signals
-(`StopSignals`), wandb and the profiler."""
+"""The parts of a run in progress: position and losses (`RunProgress`), metrics.jsonl (`Metrics`),
+signals (`StopSignals`), wandb (`WandbLogger`) and the profiler."""
 
 import json
 import math
@@ -22,46 +22,46 @@ from spider.vocabulary import VOCAB_SIZE
 # --------------------------------------------------------------------------------------------------
 # Progress
 
-RECENT = 64  # losses that a new one is judged by
-SPIKE_AFTER = 20  # recent losses; with fewer, none is called a spike
+RECENT = 64  # number of recent losses to compare a new loss with
+SPIKE_AFTER = 20  # with fewer recent losses, no loss counts as a spike
 SPIKE = 1.2  # relative to the largest recent loss
 EXPLODED = 1.5  # relative to RunProgress.lowest_peak
-EXPLODED_STEPS = 4  # steps in a row above that
+EXPLODED_STEPS = 4  # consecutive losses above that
 
 
 class StepEvents(NamedTuple):
-    """What the log says of a step beside its metrics."""
+    """Events of a step for the log, in addition to its metrics."""
 
-    spike: bool = False  # its loss is far above the recent ones
+    spike: bool = False  # the loss is far above the recent losses
     begins_epoch: bool = False
-    cleared: bool = False  # the Engram tables were cleared after it
+    cleared: bool = False  # the Engram tables were cleared after the step
 
 
 @dataclass
 class RunProgress:
-    """Position and losses of a run; saved with every checkpoint."""
+    """Position and losses of a run; saved in every checkpoint."""
 
     step: int = 0  # optimizer steps done
-    bytes_seen: int = 0  # training bytes consumed, PAD included
+    bytes_seen: int = 0  # training bytes read, including PAD
     epoch: int = 0  # epoch of the last step that was not skipped
     best_loss: float = math.inf  # lowest validation loss, nats per byte
-    val_loss: float | None = None  # validation loss after the last step, if it was evaluated
-    unimproved: int = 0  # last evaluations in a row that did not lower best_loss
+    val_loss: float | None = None  # validation loss after the last step, if evaluated
+    unimproved: int = 0  # consecutive evaluations, up to the last, that did not lower best_loss
     metrics: dict | None = None  # the last step's line of metrics.jsonl
     recent: list = field(default_factory=list)  # the last RECENT losses
     lowest_peak: float = math.inf  # the smallest max(recent) so far
     # the last EXPLODED_STEPS losses exceed EXPLODED * lowest_peak, or the last loss is above
     # ln(vocab_size) + 1
     exploded: bool = False
-    skipped: int = 0  # last steps in a row that were not finite
+    skipped: int = 0  # consecutive steps, up to the last, with a non-finite loss or gradient
     wandb: dict | None = None  # name and id of the wandb run
-    n_loops: int = 1  # loops in training; may be more than the model was built for
-    origin: str | None = None  # the real path that --resume named for the weights of step 0
+    n_loops: int = 1  # loops in training; may exceed those that the model was built for
+    origin: str | None = None  # real path of --resume, if step 0 took its weights
 
     def record(
         self, numbers: dict, bytes_seen: int, epoch: int, cleared: bool = False
     ) -> StepEvents:
-        """Record a completed step; return what the log says of it.
+        """Record a completed step, and return its events.
 
         cleared: the Engram tables were cleared after the step."""
         self.step += 1
@@ -80,10 +80,10 @@ class RunProgress:
         return StepEvents(spike, begins, cleared)
 
     def record_evaluation(self, numbers: Mapping[str, float], counts: bool):
-        """Record an evaluation of the last step, with the step's metrics.
+        """Add the results of an evaluation to the metrics of the last step.
 
-        numbers: what it found, `val_loss` among them. counts: whether --patience counts it, as the
-        regular evaluations."""
+        numbers: the results, with `val_loss`. counts: --patience counts this evaluation, because it
+        is a regular one."""
         self.metrics = {**(self.metrics or {}), **numbers}
         loss = numbers["val_loss"]
         self.val_loss = loss if math.isfinite(loss) else None
@@ -93,7 +93,7 @@ class RunProgress:
 
     @property
     def is_best(self) -> bool:
-        """Return whether the last step was evaluated, with the lowest loss so far."""
+        """Return whether the last step was evaluated and has the lowest loss so far."""
         return self.val_loss is not None and self.val_loss == self.best_loss
 
     def out_of_patience(self, patience: int) -> bool:
@@ -101,29 +101,29 @@ class RunProgress:
         return 0 < patience <= self.unimproved
 
     def check_divergence(self, max_skipped: int):
-        """Raise Diverged after --max_skipped steps in a row that were not finite. At a run's end
-        one is too many: its weights are not those of its last step."""
+        """Raise Diverged after --max_skipped consecutive steps with a non-finite loss or gradient.
+        At the end of a run, the limit is 1: a skipped last step did not train the weights."""
         if self.skipped >= max_skipped:
             raise Diverged(
-                f"no finite loss or gradient in the last steps ({self.skipped}), which changed no "
+                f"non-finite loss or gradient in the last steps ({self.skipped}), which changed no "
                 f"weight: resume with a lower --lr or more --warmup_steps, and if no step is left, "
                 f"with a larger --target_tokens"
             )
 
     def next_sequence(self, seq_len: int) -> int:
-        """Return the index, from 0, of the next sequence of the data to train on."""
+        """Return the index, from 0, of the next sequence to train on."""
         return self.bytes_seen // seq_len
 
     def forget_recent(self):
-        """Judge the next training losses afresh, since recent ones are not comparable with them."""
+        """Forget recent training losses, since the next losses are not comparable with them."""
         self.recent = []
         self.lowest_peak = math.inf
         self.exploded = False
 
     def forget_losses(self, evaluations: bool):
-        """Forget recent losses, since other flags or data change the loss.
+        """Forget recent losses, since flags or data have changed.
 
-        evaluations: forget the validation losses, too, since other bytes are evaluated."""
+        evaluations: also forget validation losses, since different bytes are evaluated."""
         self.forget_recent()
         self.skipped = 0
         self.unimproved = 0
@@ -132,10 +132,10 @@ class RunProgress:
             self.val_loss = None
 
     def watch(self, loss: float) -> bool:
-        """Note a finite loss; return whether it is a spike.
+        """Add a finite loss to the recent losses. Return whether it is a spike.
 
-        It is judged by the largest of the recent losses, not by their mean, since documents may
-        differ much from one another."""
+        Compare it with the largest of the recent losses, not with their mean, since the losses of
+        documents differ widely."""
         spike = len(self.recent) >= SPIKE_AFTER and loss > SPIKE * max(self.recent)
         self.recent = [*self.recent, loss][-RECENT:]
         stays_high = min(self.recent[-EXPLODED_STEPS:]) > EXPLODED * self.lowest_peak
@@ -150,8 +150,8 @@ class RunProgress:
 # metrics.jsonl
 
 
-def finite(numbers: Mapping[str, Any]) -> dict[str, Any]:
-    """Return numbers by name, None for those that are not finite, since JSON has none."""
+def finite_or_none(numbers: Mapping[str, Any]) -> dict[str, Any]:
+    """Replace non-finite numbers with None, since JSON has no non-finite numbers."""
     return {
         name: value if value is not None and math.isfinite(value) else None
         for name, value in numbers.items()
@@ -159,41 +159,41 @@ def finite(numbers: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the metrics of each step in metrics.jsonl, None for numbers that were not finite.
+    """Yield the metrics of each step in metrics.jsonl, with None for non-finite numbers.
 
-    If there is no such file, yield nothing. Leave out all other lines, such as one that a kill cut
-    short, or of another program."""
+    Skip all other lines, such as a line that a kill cut short or that another program wrote. If
+    there is no such file, yield nothing."""
     if not path.is_file():
         return
     with open(path, "rb") as file:
         for line in file:
             numbers: dict[str, Any] = {}
-            with suppress(Exception):  # whatever such a line provokes
-                numbers = finite(json.loads(line))
+            with suppress(Exception):  # such a line may cause any error
+                numbers = finite_or_none(json.loads(line))
             if numbers.get("step") is not None:
                 yield numbers
 
 
 class Metrics:
-    """Write metrics.jsonl, a line per step. If the disk is full, log that once, and write the lines
-    later."""
+    """Write metrics.jsonl, one line per step. If the disk is full, log an error once, and write the
+    lines later."""
 
     def __init__(self, path: Path, step: int):
-        """Keep the lines before `step`; the run writes all further ones again."""
+        """Keep the lines of steps before `step`; the run writes the later lines again."""
         with files.atomic_write(path) as file:
             for numbers in read_metrics(path):
                 if numbers["step"] < step:
                     file.write(json.dumps(numbers) + "\n")
         self.path = path
-        self.pending = b""  # lines that are not written yet
-        self.lock = threading.Lock()  # the thread that saves checkpoints writes, too
+        self.pending = b""  # lines to write
+        self.lock = threading.Lock()  # the thread that saves checkpoints calls sync
         self.file = open(path, "ab", 0)
 
     def write(self, numbers: Mapping):
         """Write the line of a step; non-finite numbers become null."""
         with self.lock:
             is_retry = bool(self.pending)
-            self.pending += json.dumps(finite(numbers)).encode() + b"\n"
+            self.pending += json.dumps(finite_or_none(numbers)).encode() + b"\n"
         try:
             self._write_pending()
         except OSError as fault:
@@ -213,7 +213,7 @@ class Metrics:
                 self.pending = self.pending[written:]
 
     def sync(self):
-        """Sync all lines to disk, or raise OSError; a checkpoint is renamed only after this."""
+        """Sync all lines to disk, or raise OSError. A checkpoint gets its final name after this."""
         self._write_pending()
         os.fsync(self.file.fileno())
 
@@ -221,7 +221,7 @@ class Metrics:
 # --------------------------------------------------------------------------------------------------
 # Signals
 
-# If ranks receive different ones, the exit status is that of the last one in this list.
+# If ranks receive different signals, the last of them in this list decides the exit status.
 STOPS = signal.SIGUSR1, signal.SIGHUP, signal.SIGINT, signal.SIGTERM
 COPY_SECONDS = 2.0  # torchrun passes a signal on within milliseconds
 
@@ -229,23 +229,26 @@ Result = TypeVar("Result")
 
 
 class StopSignals:
-    """Handle the signals that ask a run to stop: SIGTERM, SIGINT (Ctrl-C), SIGHUP (a lost terminal)
+    """Handle the signals that request a stop: SIGTERM, SIGINT (Ctrl-C), SIGHUP (a lost terminal),
     and SIGUSR1 (which Slurm users send before the time limit).
 
-    The first signal sets `asked`: the run stops after the step, and saves. While `raises` is set
-    (until the first step, and in `may_interrupt`), the first signal raises Stopped.
+        first signal                  sets `asked`: the run stops after the step, and saves
+        first, while `raises` is set  also raises Stopped: before the first step, in `may_interrupt`
+        second, within COPY_SECONDS   ignored as a copy of the first
+        second, later                 ends the process, or calls the caller's handler
 
-    The second signal ends the process at once, or does what the caller's handler does. Within
-    COPY_SECONDS of the first signal it is ignored as a copy: torchrun and `timeout` repeat a signal
-    that was sent to all processes, a closed terminal sends SIGHUP twice, systemd and Slurm send two
-    kinds. SIGHUP and SIGUSR1 stay ignored if they were, as under nohup.
+    Copies are common: torchrun and `timeout` repeat a signal that was sent to all processes, a
+    closed terminal sends SIGHUP twice, systemd and Slurm send two different signals. If SIGHUP or
+    SIGUSR1 was ignored before, as under nohup, it stays ignored. Only the main thread can handle
+    signals; in another thread, log that signals have no effect.
 
-    Only the main thread can handle signals: a run in another thread says so, and does not.
+    Several ranks stop after the same step: each rank adds its vote to the step's all-reduce, and
+    the sum tells all ranks the signal.
 
-    Several ranks stop after the same step: each adds its `vote` to the step's all-reduce, and the
-    sum tells all of them the signal. A vote is 0 without a signal, else a power of ranks + 1 for
-    each of STOPS. In a sum of votes, the digits in base ranks + 1 are how many ranks received each
-    signal. In float64 the sum is exact for up to 9,000 ranks, in any order."""
+        vote = (ranks + 1) ** (index of the signal in STOPS), or 0 without a signal
+
+    In base ranks + 1, the digits of the sum are the numbers of ranks that received each signal. The
+    sum is exact in float64 for up to 9,000 ranks, in any order."""
 
     def __init__(self, ranks: int = 1):
         self.ranks = ranks
@@ -259,7 +262,7 @@ class StopSignals:
         self.before: dict[int, Any] = {}  # handlers of the caller
         if threading.current_thread() is not threading.main_thread():
             errors.print_status(
-                "this run is in a thread: no signal, nor Ctrl-C, stops it and saves"
+                "this run is in a thread: signals, including Ctrl-C, do not make it stop and save"
             )
             return self
         for number in STOPS:
@@ -275,18 +278,17 @@ class StopSignals:
             signal.signal(number, handler)
 
     def agree(self, votes: float):
-        """Stop for the last of STOPS that any rank received; votes: the sum over ranks."""
-        for place, number in enumerate(STOPS):
-            if votes >= (self.ranks + 1) ** place:
+        """Set `agreed` to the last of STOPS that any rank received. votes: the sum over ranks."""
+        for index, number in enumerate(STOPS):
+            if votes >= (self.ranks + 1) ** index:
                 self.agreed = number
 
     def may_interrupt(self, work: Callable[[], Result]) -> Result | None:
-        """Do some work, unless a signal has arrived; a signal that arrives now ends it at once.
-        Return the result, or None if there is none.
+        """Do some work unless a signal has arrived, and return its result. On one rank, a signal
+        that arrives meanwhile interrupts the work; several ranks finish it together. Return None if
+        there is no result.
 
-        Several ranks finish it together instead.
-
-        This is no context manager: a signal could arrive between its body and its exit."""
+        This cannot be a context manager: a signal could arrive between the body and the exit."""
         result = None
         try:
             self.raises = self.ranks == 1
@@ -300,17 +302,17 @@ class StopSignals:
     def _ask(self, number: int, _):
         now = time.monotonic()
         if self.asked is None:
-            self.received = now  # first, since another signal may interrupt this handler
+            self.received = now  # before all else: another signal may interrupt this handler
             self.asked = signal.Signals(number)
             self.vote = float((self.ranks + 1) ** STOPS.index(self.asked))
             if self.ranks == 1:
                 self.agreed = self.asked
-            with suppress(OSError):  # stderr may be gone; the logger may be busy
+            with suppress(OSError):  # stderr may be closed; the logger may be in use
                 os.write(2, f"{self.asked.name}: stopping; repeat to quit at once\n".encode())
             if self.raises:
                 raise Stopped("stopped before the first step")
         elif now > self.received + COPY_SECONDS:
-            before = self.before[number]  # a notebook's ends the cell, and not the kernel
+            before = self.before[number]  # a notebook's handler ends the cell, not the kernel
             signal.signal(number, before if callable(before) else signal.SIG_DFL)
             os.kill(os.getpid(), number)
 
@@ -320,11 +322,10 @@ class StopSignals:
 
 
 class WandbLogger:
-    """The wandb run of --run. If wandb fails after its start, log the failure once, and continue
-    without wandb."""
+    """Log to the wandb run of --run. If wandb fails, log that once, and continue without wandb."""
 
     def __init__(self, wandb_run):
-        self.wandb_run = wandb_run  # None once it failed
+        self.wandb_run = wandb_run  # None after a failure
 
     def log(self, metrics: Mapping, step: int):
         """Log a step's metrics."""
@@ -339,11 +340,11 @@ class WandbLogger:
             return
         try:
             work(self.wandb_run)
-        except Exception as fault:  # its service died, the disk is full, ...
+        except Exception as fault:  # wandb's service died, the disk is full, ...
             self.wandb_run = None
             logger.error(
-                f"wandb failed: {type(fault).__name__}: {fault}; this run logs to metrics.jsonl "
-                f"alone"
+                f"wandb failed: {type(fault).__name__}: {fault}; this run now logs only to "
+                f"metrics.jsonl"
             )
 
 
@@ -352,13 +353,13 @@ def start_wandb(
     settings: Mapping[str, object],
     progress: RunProgress,
     closing: ExitStack,
-    in_place: bool,
+    resumes_in_place: bool,
 ) -> WandbLogger | None:
-    """Start the wandb run of --run, or return None.
+    """Start the wandb run of --run; without --run, return None.
 
-    in_place: the run resumes in its own directory. Then the wandb run that its checkpoint recorded
-    resumes, too, if it has this name; else a new one begins."""
-    if not in_place:
+    resumes_in_place: the run resumes in its own directory. Then the wandb run in its checkpoint
+    resumes, too, if it has this name; otherwise, a new wandb run begins."""
+    if not resumes_in_place:
         progress.wandb = None
     if not name:
         return None
@@ -372,7 +373,7 @@ def start_wandb(
             name=name,
             id=run_id,
             resume="allow",
-            reinit="create_new",  # a run that the caller has open stays open
+            reinit="create_new",  # do not end a wandb run of the caller
             config=dict(settings),
         )
     except Exception as fault:  # installation, settings, network or service
@@ -386,7 +387,7 @@ def start_wandb(
 
 
 def start_profiler(directory: Path, closing: ExitStack):
-    """Profile steps 3 to 5 of this process; write trace.json for chrome://tracing or Perfetto."""
+    """Profile steps 3 to 5 of this process. Write trace.json for chrome://tracing or Perfetto."""
     from torch.profiler import profile, schedule
 
     profiler = profile(

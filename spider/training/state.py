@@ -1,24 +1,25 @@
-"""The state of a model and its optimizers on its way to a checkpoint, and back.
+"""Build a model, and move the state of model and optimizers to a checkpoint and back.
 
-To build: `on_meta` makes a model without storage, `materialize` gives it storage and values.
+Build: `on_meta` makes a model without storage, `materialize` gives it storage and values.
 
-To save: `model_state` and `optimizer_states` return it with `ShardedRows` where each rank has only
-a part, and `copy_to_host` copies it to host memory. checkpoint.py writes the copy to a file.
+Save: `model_state` and `optimizer_states` return the state, with `ShardedRows` for tensors of which
+each rank has only some rows. `copy_to_host` copies the state to host memory; checkpoint.py writes
+this copy to a file.
 
-To load: model and optimizers first make their own state, as in a new run. `load_model` and
-`load_optimizers` then copy the values of a file into it by name. So shapes, dtypes and layouts are
-the run's own, whatever the file holds. With several ranks, only rank 0 reads the file; it
-broadcasts each value, and every rank keeps its rows.
+Load: model and optimizers first make their own state, as in a new run. `load_model` and
+`load_optimizers` then copy the values of a file into this state by name. So shapes, dtypes and
+layouts are the run's own, whatever the file holds. With several ranks, only rank 0 reads the file;
+it broadcasts each value, and every rank keeps its rows.
 
-The state of an optimizer is torch's: `param_groups`, and `state`, which has a dict of values for
-each parameter, by its number.
+The state of an optimizer has torch's format: `param_groups`, and `state`, which maps the index of
+each parameter to a dict of values.
 """
 
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,21 +29,19 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only, tree_map_with_path
 
 from spider import machine
+from spider.config import SpiderConfig
 from spider.errors import CheckpointError
 from spider.training.distributed import ShardedParameter, Sharding, World, sharding_of
+from spider_model import Spider
 
-if TYPE_CHECKING:
-    from spider.config import SpiderConfig
-    from spider_model import Spider
-
-SCALE_BLOCK = 256  # numbers that share a scale in 8-bit AdamW
-NESTED = "__bnb_optimizer_quant_state__"  # where bitsandbytes puts the tensors of a parameter
-MOST_STEPS = 1 << 31  # the kernel of 8-bit AdamW counts them in 32 bits
+SCALE_BLOCK = 256  # numbers per scale in 8-bit AdamW
+NESTED = "__bnb_optimizer_quant_state__"  # key of the nested dict with bitsandbytes' tensors
+MAX_STEPS = 1 << 31  # the kernel of 8-bit AdamW counts steps in 32 bits
 
 
 def row_bounds(param: ShardedParameter, key: str) -> list[int] | None:
-    """Return the first row of each shard, and the number of rows, of an optimizer's value for a
-    sharded parameter; None if every rank has all of the value."""
+    """Return the first row of each shard, and the number of rows, for an optimizer's value `key` of
+    a sharded parameter. Return None if every rank has the whole value."""
     if key in ("exp_avg", "exp_avg_sq", "momentum_buffer", "state1", "state2"):
         return param.bounds
     if key in ("absmax1", "absmax2"):
@@ -55,40 +54,40 @@ def row_bounds(param: ShardedParameter, key: str) -> list[int] | None:
 # A new model
 
 
-def on_meta(model_class: type["Spider"], config: "SpiderConfig") -> "Spider":
-    """Build a model on the meta device, with shapes but without storage."""
+def on_meta(model_class: type[Spider], config: SpiderConfig) -> Spider:
+    """Build a model on the meta device: shapes without storage."""
     with torch.device("meta"):
         return model_class(config)
 
 
 def materialize(
-    model: "Spider", device: torch.device, weights: Mapping[str, Tensor] | None = None
-) -> "Spider":
-    """Give a model on the meta device storage and initial values, then load the weights, if any.
+    model: Spider, device: torch.device, weights: Mapping[str, Tensor] | None = None
+) -> Spider:
+    """Give a model on the meta device storage and initial values, then load the weights, if given.
     Return the model. Raise CheckpointError if the weights do not fit."""
     model.to_empty(device=device)
-    model.init_weights()  # also sets hash constants, which no file holds
+    model.init_weights()  # hash constants, too, which no file holds
     if weights is not None:
         load_model(model, weights)
     return model
 
 
 # --------------------------------------------------------------------------------------------------
-# To save
+# Save
 
 
 @dataclass
 class ShardedRows:
-    """A tensor of which each rank has the rows of its shard."""
+    """A tensor of which each rank holds the rows of its shard."""
 
     local: Tensor
     bounds: list[int]  # first row of each shard, and the number of rows
 
     def gather(self, earlier: object) -> Tensor | None:
-        """Return all rows in host memory on rank 0, and None on the others. Every rank calls this;
+        """Return all rows in host memory on rank 0, and None on other ranks. Every rank calls this;
         the ranks of the first replica send their rows.
 
-        earlier: a tensor to overwrite, if it fits."""
+        earlier: a tensor to overwrite, if it has the right shape and dtype."""
         shards = len(self.bounds) - 1
         rank = dist.get_rank()
         if rank != 0:
@@ -107,15 +106,15 @@ class ShardedRows:
 
 
 def exchange(operation: Callable, tensor: Tensor, rank: int):
-    """Run dist.isend or dist.irecv with another rank, and wait for it. It is a batch of one, since
-    NCCL warns of operations outside a batch."""
+    """Run dist.isend or dist.irecv with another rank, and wait. Use a batch of one operation, since
+    NCCL warns about operations outside a batch."""
     for work in dist.batch_isend_irecv([dist.P2POp(operation, tensor, rank)]):
         work.wait()
 
 
 def host_buffer(shape: Sequence[int], like: Tensor, earlier: object) -> Tensor:
-    """Return `earlier` if it is a tensor of this shape and of the dtype of `like`, else a new one
-    in host memory, page-locked for a tensor on a GPU."""
+    """Return `earlier` if it is a tensor of this shape and the dtype of `like`; else return a new
+    tensor in host memory, page-locked if `like` is on a GPU."""
     size = torch.Size(shape)
     if isinstance(earlier, Tensor) and earlier.shape == size and earlier.dtype == like.dtype:
         return earlier
@@ -128,17 +127,18 @@ def host_buffer(shape: Sequence[int], like: Tensor, earlier: object) -> Tensor:
     return torch.empty(size, dtype=like.dtype)
 
 
-@cache  # it warns once
+@cache  # so that it warns once
 def warn_of_pageable(reason: str):
-    """Warn that a copy for checkpoints is not page-locked."""
+    """Warn that the host copy for checkpoints is not page-locked."""
     logger.warning(f"checkpoints are copied to pageable memory, which takes longer: {reason}")
 
 
 def copy_to_host(value: Any, earlier: Any, keeps: bool) -> Any:
-    """Copy the tensors in nested dicts to host memory. Every rank calls this, since it gathers
-    ShardedRows; those that do not keep the copy get None for each tensor.
+    """Copy the tensors in nested dicts to host memory, and gather ShardedRows. Every rank calls
+    this.
 
-    earlier: the copy of an earlier state, whose tensors are overwritten where they fit."""
+    earlier: the copy of an earlier state, whose tensors are overwritten if they fit. keeps: False
+    on ranks that do not need the copy, which get None for each tensor."""
     if isinstance(value, ShardedRows):
         return value.gather(earlier)
     if isinstance(value, Tensor):
@@ -156,7 +156,7 @@ def copy_to_host(value: Any, earlier: Any, keeps: bool) -> Any:
 
 
 def model_state(model: nn.Module) -> dict[str, Any]:
-    """Return weights and buffers by name; sharded ones as ShardedRows."""
+    """Return weights and buffers by name, sharded weights as ShardedRows."""
     weights: dict[str, Any] = model.state_dict()
     for param in sharding_of(model).params:
         weights[param.name] = ShardedRows(param.local, param.bounds)
@@ -164,7 +164,7 @@ def model_state(model: nn.Module) -> dict[str, Any]:
 
 
 def optimizer_states(sharding: Sharding, optimizers: Mapping[str, Optimizer]) -> dict[str, Any]:
-    """Return the state of each optimizer by name; sharded tensors as ShardedRows."""
+    """Return the state of each optimizer by name, sharded tensors as ShardedRows."""
     states: dict[str, Any] = {name: one.state_dict() for name, one in optimizers.items()}
     by_local = {param.local: param for param in sharding.params}
     for name, optimizer in optimizers.items():
@@ -172,29 +172,29 @@ def optimizer_states(sharding: Sharding, optimizers: Mapping[str, Optimizer]) ->
         by_param = states[name]["state"]
         for i, values in by_param.items():
             if params[i] in by_local:
-                by_param[i] = as_rows(values, by_local[params[i]])
+                by_param[i] = wrap_sharded(values, by_local[params[i]])
     return states
 
 
-def as_rows(values: dict[str, Any], param: ShardedParameter) -> dict[str, Any]:
-    """Return an optimizer's values for a sharded parameter, as ShardedRows where each rank has a
-    part."""
+def wrap_sharded(values: dict[str, Any], param: ShardedParameter) -> dict[str, Any]:
+    """Turn an optimizer's values for a sharded parameter into ShardedRows, unless every rank has
+    the whole value."""
 
-    def rows(path: Sequence[Any], value: Any) -> Any:
+    def wrap(path: Sequence[Any], value: Any) -> Any:
         bounds = row_bounds(param, path[-1].key)
         return value if bounds is None else ShardedRows(value, bounds)
 
-    return tree_map_with_path(rows, values)  # 8-bit AdamW nests its values
+    return tree_map_with_path(wrap, values)  # 8-bit AdamW nests its values
 
 
 def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
-    """Return the parameters of all groups, in the order by which a state counts them."""
+    """Return the parameters of all groups, in the order of their indices in a state."""
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
-def gather_model(model: "Spider") -> "Spider | None":
-    """Return a whole model on rank 0, for sampling, and None on the other ranks. A model that is
-    not sharded is returned itself."""
+def gather_model(model: Spider) -> Spider | None:
+    """Gather a sharded model on rank 0, for sampling. Return None on the other ranks. A model on
+    one rank is returned unchanged."""
     sharding = sharding_of(model)
     if sharding.ranks == 1:
         return model
@@ -209,12 +209,14 @@ def gather_model(model: "Spider") -> "Spider | None":
 
 
 # --------------------------------------------------------------------------------------------------
-# To load
+# Load
 
 
 def copy_value(own: Tensor, saved: Any, bounds: list[int] | None, world: World) -> bool:
-    """Copy a saved value, which rank 0 has, into this rank's part of it (see `row_bounds`). Return
-    on rank 0 whether the value fits. The file has no influence on the collectives."""
+    """Copy a saved value, which rank 0 has, into this rank's tensor `own`: the whole value, or the
+    rows of its shard (see `row_bounds`). Return whether the value fits, which only rank 0 knows.
+
+    The collectives do not depend on the saved value, so a bad file cannot make ranks wait."""
     whole = own
     if world.ranks > 1:
         rows = own.shape[:1] if bounds is None else bounds[-1:]
@@ -225,7 +227,7 @@ def copy_value(own: Tensor, saved: Any, bounds: list[int] | None, world: World) 
             fits = saved.shape == whole.shape
             if fits:
                 whole.copy_(saved)
-        except Exception:  # no tensor, or one that torch does not copy, such as a sparse one
+        except Exception:  # not a tensor, or one that copy_ refuses, such as a sparse tensor
             fits = False
     if world.ranks > 1:
         dist.broadcast(whole, 0)
@@ -236,12 +238,12 @@ def copy_value(own: Tensor, saved: Any, bounds: list[int] | None, world: World) 
 
 
 def check_all_fit(misfits: Sequence[str], world: World):
-    """Raise CheckpointError, on all ranks, if there are names of values that do not fit."""
+    """Raise CheckpointError on all ranks if rank 0 lists values that do not fit. misfits: names."""
 
     def check():
         if misfits:
             raise CheckpointError(
-                f"the checkpoint has another {', '.join(misfits[:3])} than this run"
+                f"the checkpoint has a different {', '.join(misfits[:3])} than this run"
             )
 
     world.on_rank0(check)
@@ -263,10 +265,11 @@ def load_model(model: nn.Module, weights: Mapping[str, Tensor]):
 
 @torch.no_grad()
 def load_optimizers(sharding: Sharding, optimizers: Mapping[str, Any], states: Mapping[str, dict]):
-    """Have the optimizers of a model make their states, and copy those of a checkpoint into them;
-    settings stay those of this run. Raise CheckpointError if the states do not fit.
+    """Let the optimizers of a model make their states, then copy the values of a checkpoint into
+    these states. Settings such as the learning rate stay the run's own. Raise CheckpointError if
+    the states do not fit.
 
-    optimizers: by name; their method make_state(p) makes the state of a parameter."""
+    optimizers: by name, with a method make_state(p) that makes the state of a parameter."""
     world = sharding.world
     for optimizer in optimizers.values():
         optimizer.state.clear()
@@ -286,8 +289,8 @@ def load_optimizers(sharding: Sharding, optimizers: Mapping[str, Any], states: M
                 if isinstance(own, Tensor):
                     bounds = None if param is None else row_bounds(param, key)
                     fits = copy_value(own, value, bounds, world)
-                else:  # the steps of 8-bit AdamW
-                    fits = isinstance(value, int) and 0 <= value < MOST_STEPS
+                else:  # the step count of 8-bit AdamW
+                    fits = isinstance(value, int) and 0 <= value < MAX_STEPS
                     state[key] = value
                 if not fits:
                     misfits.append(f"{key} of {name}")
@@ -295,23 +298,23 @@ def load_optimizers(sharding: Sharding, optimizers: Mapping[str, Any], states: M
 
 
 def without_tensors(tree: Any) -> Any:
-    """Return nested dicts with None for each tensor."""
+    """Replace each tensor in nested dicts with None."""
     return tree_map_only(Tensor, lambda _: None, tree)
 
 
 def saved_values(
     optimizers: Mapping[str, Any], states: Mapping[str, dict]
 ) -> dict[str, dict[int, dict[str, Any]]]:
-    """Return the values of a checkpoint by optimizer, number of the parameter, and name. Raise
-    CheckpointError unless optimizers, groups of parameters and names are those of this run."""
+    """Return the values of a checkpoint by optimizer, index of the parameter, and name. Raise
+    CheckpointError unless optimizers, parameter groups and names are those of this run."""
     try:
         if states.keys() != optimizers.keys():
-            raise ValueError(f"it has {', '.join(states)}, this run {', '.join(optimizers)}")
+            raise ValueError(f"it has {', '.join(states)}, this run has {', '.join(optimizers)}")
         saved: dict[str, dict[int, dict[str, Any]]] = {}
         for name, optimizer in optimizers.items():
             groups = [group["params"] for group in states[name]["param_groups"]]
             if groups != [group["params"] for group in optimizer.state_dict()["param_groups"]]:
-                raise ValueError(f"{name} has other groups of parameters")
+                raise ValueError(f"{name} has different parameter groups")
             params = parameters_of(optimizer)
             saved[name] = {}
             for i, values in states[name]["state"].items():
@@ -320,9 +323,9 @@ def saved_values(
                 if flat:  # a cleared Engram table has no values
                     optimizer.make_state(params[i])
                 if flat.keys() != optimizer.state[params[i]].keys():
-                    raise ValueError("a parameter has other values")
+                    raise ValueError("a parameter has different values")
                 saved[name][i] = flat
-    except Exception as fault:  # whatever a foreign state provokes
+    except Exception as fault:  # a foreign state may cause any error
         reason = str(fault).partition("\n")[0][:200]
         raise CheckpointError(
             f"the checkpoint's optimizers do not fit this run ({reason}): use --optimizer as "

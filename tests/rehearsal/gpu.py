@@ -24,7 +24,7 @@ import tile_moe
 import train
 from data import Batch
 from rehearsal.peaks import MODELS
-from spider.training import plan as plans
+from spider.training import resolve as plans
 from spider.training.distributed import World
 from spider.training.optim import Optimizers
 from spider.training.plan import Plan

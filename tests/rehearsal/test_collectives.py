@@ -20,7 +20,7 @@ from collectives import Collective, CollectiveRecorder, disagreements
 from rehearsal import gpu
 from rehearsal.refusals import Watch, tensors
 from spider.training.distributed import World
-from spider.training.plan import resolve_plan
+from spider.training.resolve import resolve_plan
 from spider.training.run import StopSignals
 from spider.training.state import copy_to_host, load_model, model_state
 

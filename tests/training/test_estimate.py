@@ -36,7 +36,8 @@ from spider.errors import TooLarge
 from spider.model.memory import tables_of
 from spider.training import estimate
 from spider.training.estimate import estimate_memory, first_that_fits
-from spider.training.plan import Plan, print_dry_run
+from spider.training.plan import Plan
+from spider.training.resolve import print_dry_run
 from train import time_steps
 
 # --------------------------------------------------------------------------------------------------

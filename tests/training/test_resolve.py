@@ -8,14 +8,15 @@ import torch
 
 import train
 from conftest import final_state, metrics, on_meta, resolved, world_of
-from data import Loader, mock_source
+from data import Loader
 from preparing import source
 from spider import machine
 from spider.config import SpiderConfig
 from spider.errors import UsageError
-from spider.training import plan
+from spider.training import resolve
 from spider.training.checkpoint import FROM_SCRATCH, StartCheckpoint
-from spider.training.plan import (
+from spider.training.plan import CommandLine
+from spider.training.resolve import (
     horizon_warnings,
     splits_of,
     with_minutes,
@@ -23,12 +24,12 @@ from spider.training.plan import (
     with_split,
 )
 from tile_moe import KERNELS
-from train import RECIPES, CommandLine, Flags, parse_args
+from train import RECIPES, Flags, parse_args
 
 TINY = SpiderConfig.preset("tiny")
 
 
-def origin(resumes=True, config=TINY, **state) -> StartCheckpoint:
+def start(resumes=True, config=TINY, **state) -> StartCheckpoint:
     """Return a checkpoint without weights."""
     saved = dict(cfg=asdict(config), n_loops=config.n_loops) | state
     return StartCheckpoint("run/spider-step5.pt", saved, resumes)
@@ -56,9 +57,9 @@ RTX_5080 = "cuda", True, 16e9
         ("auto", FROM_SCRATCH, L4, "1b"),
         ("auto", FROM_SCRATCH, RTX_8000, "tiny"),  # 1b would take weeks
         ("auto", FROM_SCRATCH, RTX_5080, "tiny"),  # 1b would not fit
-        ("auto", origin(recipe="small"), L4, "small"),
-        ("auto", origin(), CPU, "tiny"),
-        ("base", origin(recipe="small"), CPU, "base"),
+        ("auto", start(recipe="small"), L4, "small"),
+        ("auto", start(), CPU, "tiny"),
+        ("base", start(recipe="small"), CPU, "base"),
     ),
 )
 def test_the_recipe_is_that_of_the_flag_the_checkpoint_or_the_device(
@@ -67,15 +68,15 @@ def test_the_recipe_is_that_of_the_flag_the_checkpoint_or_the_device(
     name, has_bf16, memory = device
     monkeypatch.setattr(machine, "has_bf16", lambda _: has_bf16)
     monkeypatch.setattr(machine, "memory_of", lambda _: memory)
-    assert plan.recipe_of(model, checkpoint, torch.device(name)) == recipe
+    assert resolve.recipe_of(model, checkpoint, torch.device(name)) == recipe
 
 
 @pytest.mark.parametrize(
     "argv, checkpoint, expected",
     (
         # the checkpoint's loops, and no other flag
-        ("", origin(n_loops=3, flags=dict(seed=9, lr=0.5)), dict(n_loops=3, seed=0, lr=Flags.lr)),
-        ("--n_loops 2", origin(n_loops=3), dict(n_loops=2)),
+        ("", start(n_loops=3, flags=dict(seed=9, lr=0.5)), dict(n_loops=3, seed=0, lr=Flags.lr)),
+        ("--n_loops 2", start(n_loops=3), dict(n_loops=2)),
     ),
 )
 def test_a_recipe_fills_in_what_is_not_given(argv, checkpoint, expected):
@@ -93,14 +94,14 @@ def test_a_recipe_fills_in_what_is_not_given(argv, checkpoint, expected):
 )
 def test_a_resumed_run_of_minutes_keeps_its_horizon(argv, resumes, target_tokens, eval_tokens):
     recorded = dict(minutes=5.0, target_tokens=640_000, eval_tokens=4096)
-    flags = with_recipe(command(argv), RECIPES["tiny"], origin(resumes, flags=recorded))
+    flags = with_recipe(command(argv), RECIPES["tiny"], start(resumes, flags=recorded))
     assert (flags.target_tokens, flags.eval_tokens) == (target_tokens, eval_tokens)
 
 
 def test_minutes_for_a_run_that_was_started_without_them_are_refused():
     """They chose its horizon: another run would continue it unasked."""
-    with pytest.raises(UsageError, match="without it: leave it out"):
-        plan.check_minutes(replace(Flags(), minutes=0.05), {})
+    with pytest.raises(UsageError, match="without --minutes: leave the flag out"):
+        resolve.check_minutes(replace(Flags(), minutes=0.05), {})
 
 
 @pytest.mark.parametrize(
@@ -181,7 +182,7 @@ def test_1b_takes_131072_bytes_a_step_or_a_few_more_unless_a_flag_sets_the_batch
 
 def test_a_resumed_run_prefers_its_split():
     flags, given, _ = command("--seq_len 32 --global_batch 4096")
-    splits = splits_of(flags, given, 1, origin(flags=dict(micro_batch=16)))
+    splits = splits_of(flags, given, 1, start(flags=dict(micro_batch=16)))
     assert splits[:2] == [
         dict(micro_batch=16, grad_accum=8),
         dict(micro_batch=128, grad_accum=1),
@@ -204,7 +205,7 @@ def of_horizon(argv: str, config=TINY) -> Flags:
     """Return the flags of `tiny` in steps of 4,096 bytes."""
     flags, given, _ = command(argv)
     flags = replace(flags, seq_len=64, n_loops=1, global_batch=4096)
-    return plan.with_horizon(flags, given, RECIPES["tiny"], on_meta(config))
+    return resolve.with_horizon(flags, given, RECIPES["tiny"], on_meta(config))
 
 
 def test_a_horizon_by_flops_or_parameters_is_within_the_bounds_of_its_flag():
@@ -261,8 +262,8 @@ def test_the_evaluations_of_a_recipe_take_at_most_a_sixth_of_the_training_unless
 )
 def test_a_resumed_run_evaluates_as_many_bytes_as_before_that_limit(resumes, recorded, eval_tokens):
     asked = resolved("--model", "tiny", "--target_tokens", str(25 * 4096))
-    checkpoint = origin(resumes, flags=dict(eval_tokens=recorded))
-    flags = plan.with_evaluations(asked, 111_542, checkpoint).flags
+    checkpoint = start(resumes, flags=dict(eval_tokens=recorded))
+    flags = resolve.with_evaluations(asked, 111_542, checkpoint).flags
     assert (flags.eval_every, flags.eval_tokens) == (25, eval_tokens)
 
 
@@ -310,7 +311,7 @@ def test_minutes_give_a_horizon_by_the_measured_rate_that_a_resume_keeps(
     assert (state["step"], state["flags"]["target_tokens"]) == (2, horizon)
     assert "settings differ" not in new_log()
     line = error_of(flags, "--minutes 0.05")
-    assert "started with 0.003: give that to continue it" in line
+    assert "started with --minutes 0.003: give the same value to continue it" in line
 
 
 # --------------------------------------------------------------------------------------------------
@@ -333,21 +334,21 @@ def test_auto_keeps_a_kernel_only_where_all_ranks_chose_it(
     world = world_of()
     kernels = iter(KERNELS)
     world.all = lambda agrees: elsewhere == next(kernels) and agrees
-    monkeypatch.setattr(plan, "resolve_backend", lambda *_: (here, ""))
-    flags = plan.with_machine(replace(Flags(), moe_backend=asked), TINY, world)
+    monkeypatch.setattr(resolve, "resolve_backend", lambda *_: (here, ""))
+    flags = resolve.with_machine(replace(Flags(), moe_backend=asked), TINY, world)
     assert flags.moe_backend == kept
 
 
 def test_the_expert_backend_is_chosen_for_the_dtype_of_the_products(monkeypatch):
     dtypes = []
 
-    def resolve(asked, device, config, dtype, compiles):
+    def record(asked, device, config, dtype, compiles):
         dtypes.append(dtype)
         return "grouped", ""
 
-    monkeypatch.setattr(plan, "resolve_backend", resolve)
+    monkeypatch.setattr(resolve, "resolve_backend", record)
     for precision in ("fp32", "bf16", "fp8"):
-        plan.with_machine(replace(Flags(), precision=precision), TINY, world_of())
+        resolve.with_machine(replace(Flags(), precision=precision), TINY, world_of())
     assert dtypes == [torch.float32, torch.bfloat16, torch.bfloat16]
 
 
@@ -362,14 +363,14 @@ def test_the_expert_backend_is_chosen_for_the_dtype_of_the_products(monkeypatch)
         ("--target_tokens 640 --max_steps 5", ["ends at 69% of the peak rate: use --target_t"]),
         ("--target_tokens 640 --max_steps 9", []),  # at less than twice the minimum
         ("--target_tokens 640 --max_steps 10", []),
-        ("--target_tokens 64 --max_steps 3", ["of 1 steps: the steps after it run at the minimum"]),
+        ("--target_tokens 64 --max_steps 3", ["of 1 steps: later steps run at the minimum"]),
         (
             "--target_tokens 31872 --micro_batch 2",
-            ["only 249 steps: fewer bytes a step (--global_batch 64,"],
+            ["only 249 steps: fewer bytes per step (--global_batch 64,"],
         ),
         (
             "--target_tokens 256000 --micro_batch 30",
-            ["only 134 steps: fewer bytes a step (--global_batch 256,"],
+            ["only 134 steps: fewer bytes per step (--global_batch 256,"],
         ),
         ("--target_tokens 32000 --micro_batch 2", []),
         (
@@ -387,7 +388,7 @@ def test_a_horizon_that_does_not_suit_data_or_steps_is_a_warning(argv, warned):
     base = "--model 1b --seq_len 64 --micro_batch 1 --warmup_steps 0 --data_dir none"
     found = resolved(*base.split(), *argv.split())
     rate_of = partial(train.lr_factor, horizon=found.horizon, flags=found.flags)
-    lines = horizon_warnings(found, Loader([mock_source(0)], 32, 0), found.horizon, rate_of)
+    lines = horizon_warnings(found, 1.0, found.horizon, rate_of)
     for line, words in zip(lines, warned, strict=True):
         assert words in line
 
@@ -397,7 +398,8 @@ def test_more_than_twenty_epochs_of_a_source_are_a_warning(target_tokens, warnin
     argv = f"--model tiny --seq_len 2 --warmup_steps 0 --target_tokens {target_tokens}"
     found = resolved(*argv.split())
     loader = Loader([source([0] * 1001, weight=0.5), source([0] * 101, weight=0.5)], 1, 0)
-    lines = horizon_warnings(found, loader, found.horizon, lambda step: 0.1)
+    epochs = train.epochs_in(found.flags.target_tokens, loader).max()
+    lines = horizon_warnings(found, epochs, found.horizon, lambda step: 0.1)
     assert ["use --target_tokens 4000, or more" in line for line in lines] == [True] * warnings
 
 
