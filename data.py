@@ -47,11 +47,11 @@ from spider.data.shard_files import ID_BYTES, METADATA, ShardEntry, files_below,
 from spider.errors import (
     DataError,
     ProgressBar,
-    end_by_exceptions,
-    note,
+    raise_on_signals,
+    print_status,
     printable,
-    run_program,
-    say,
+    run_command,
+    print_line,
 )
 from spider.flags import Parser, integer, path_name, quoted, real, refuse_address
 from spider.model.noise import splitmix, step_seed
@@ -669,15 +669,15 @@ def verify(directory: str):
         try:
             verify_shard(path, entry)
         except DataError as error:
-            note(str(error))
+            print_status(str(error))
             damaged += 1
         progress.add(os.path.getsize(path))
     if damaged:
         raise DataError(f"{directory}: damaged shards: {damaged:,} of {len(shards):,}")
-    say(f"{directory}: valid shards: {len(shards):,}")
+    print_line(f"{directory}: valid shards: {len(shards):,}")
     unlisted = list(shards.values()).count(None)
     if unlisted:
-        say(f"checked by format alone, since no metadata.json lists them: {unlisted:,}")
+        print_line(f"checked by format alone, since no metadata.json lists them: {unlisted:,}")
 
 
 def verify_shard(path: str, entry: ShardEntry | None):
@@ -699,7 +699,7 @@ def show(sources: Sequence[Source], seq_len: int, seed: int, first: int, count: 
         (input_ids,), (labels,) = loader.rows(np.array([g]))
         ids = [int(input_ids[0]), *labels.masked_fill(labels == IGNORED, PAD_ID).tolist()]
         number, epoch, offset = loader.locate(g)
-        say(f"{g}: epoch {epoch}, {sources[number].name}, {offset}")
+        print_line(f"{g}: epoch {epoch}, {sources[number].name}, {offset}")
         print("    " + printable(ids))
 
 
@@ -783,7 +783,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     return args
 
 
-def run_command(args: argparse.Namespace):
+def run_subcommand(args: argparse.Namespace):
     if args.command == "prepare":
         documents = Documents(
             field=args.field,
@@ -804,9 +804,9 @@ def run_command(args: argparse.Namespace):
 
 def main(argv: list[str] | None = None) -> int:
     """Run a command. Exit status: 0; 2 with a line on stderr for an error; 130 after Ctrl-C."""
-    return run_program(lambda: run_command(parse_args(argv)), "data.py", interrupted="interrupted")
+    return run_command(lambda: run_subcommand(parse_args(argv)), "data.py", interrupted="interrupted")
 
 
 if __name__ == "__main__":
-    end_by_exceptions()
+    raise_on_signals()
     sys.exit(main())

@@ -639,7 +639,7 @@ def build_model(model: Spider, plan: Plan, world: World) -> Spider:
     estimate.check_memory(plan, world)
     torch.manual_seed(flags.seed)
     materialize(model, world.device)
-    emulated = flags.precision == "fp8" and not machine.multiplies_bf16(world.device)
+    emulated = flags.precision == "fp8" and not machine.has_bf16(world.device)
     in_fp32 = flags.precision == "fp32" or emulated
     model.compute_dtype = torch.float32 if in_fp32 else torch.bfloat16
     model.recompute = flags.recompute
@@ -722,7 +722,7 @@ def fit_micro_batch(
     while True:
         (batch,) = loader.batches(0, 0, StepLayout(plan.flags.micro_batch, 1))
         can_halve = proves and plan.flags.micro_batch > 1
-        machine.restart_peak(world.device)
+        machine.reset_peak_memory(world.device)
         try:
             warm_up(model, plan, batch.to(world.device))
             of_step = estimate.table_gradients(model, plan.step_bytes)
@@ -1135,7 +1135,7 @@ def main(
         logger.info("before the first step:")
         evaluate_now()  # for the log alone: step 0 is never saved, so it is no best loss
     log = StepLog(plan, progress, last_step)
-    peak = machine.product_rate(world.device) * world.ranks
+    peak = machine.matmul_rate(world.device) * world.ranks
     flops_per_byte = cache(partial(estimate.flops_per_byte, model, seq_len=flags.seq_len))
     metrics_file = None
     profiler = None
@@ -1299,7 +1299,7 @@ def command_line(argv: list[str] | None = None, model_class: type[Spider] = Spid
             return status
     except errors.EXPECTED as fault:
         silent = local_rank > 0 and isinstance(fault, SHARED_ERRORS)
-        return errors.end_of_program("train.py", fault, silent=silent)
+        return errors.handle_error("train.py", fault, silent=silent)
 
 
 if __name__ == "__main__":

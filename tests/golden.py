@@ -159,7 +159,7 @@ def observe(case: str, directory: Path) -> dict:
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(directory)  # the names of a mixture's sources are among the metrics
         # Muon multiplies in fp32 everywhere.
-        patch.setattr(optim, "multiplies_bf16", lambda device: False)
+        patch.setattr(optim, "has_bf16", lambda device: False)
         assert train.command_line(argv, class_of(case)) == 0
     state = torch.load(directory / "run" / "spider-step5.pt", weights_only=True)
     metrics = defaultdict(list)

@@ -47,8 +47,8 @@ from spider.data.shard_files import (
     files_below,
     read_metadata,
 )
-from spider.errors import DataError, ProgressBar, note, say
-from spider.files import bounded_lines, durable, locked, sync
+from spider.errors import DataError, ProgressBar, print_status, print_line
+from spider.files import bounded_lines, atomic_write, locked, sync
 from spider.flags import quoted, refuse_address
 from spider.vocabulary import BOS_ID, EOS_ID, VOCAB_SIZE
 
@@ -336,7 +336,7 @@ def guess_kind(head: bytes) -> str:
         kind = "JSON lines"
     elif re.match(rb'\s*\[\s*\{\s*"', head):
         kind = "JSON"
-    note(f"prepare: -: read as {kind}, by its first bytes")
+    print_status(f"prepare: -: read as {kind}, by its first bytes")
     return kind
 
 
@@ -474,7 +474,7 @@ def prepare(
                     skipped_at=documents.places,
                     shards=[entry._asdict() for entry in entries],
                 )
-                with durable(path) as file:
+                with atomic_write(path) as file:
                     json.dump(metadata, file, indent=1)
                 for entry in entries:
                     os.replace(folder / entry.name, out / entry.name)
@@ -489,7 +489,7 @@ def prepare(
         f"{split} {total['ids']:,} ids, documents: {total['documents']:,}"
         for split, total in totals.items()
     )
-    say(f"{out}: {counts}")
+    print_line(f"{out}: {counts}")
 
 
 def run_on(data: Path) -> str:
@@ -504,7 +504,7 @@ def report(arguments: Sequence[str], documents: Documents, totals: dict[str, dic
     if documents.unread:
         most = documents.unread.most_common(5)
         shown = ", ".join(f"{number:,} {name}" for name, number in most)
-        note(f"prepare: skipped by name: {shown}; --ext names all that are read")
+        print_status(f"prepare: skipped by name: {shown}; --ext names all that are read")
     faults = []
     for kind, count in documents.skipped.items():
         places = documents.places[kind][:20]
@@ -514,9 +514,9 @@ def report(arguments: Sequence[str], documents: Documents, totals: dict[str, dic
         reason = ", ".join(faults) or "no document, or validation took all: lower --val_fraction"
         raise DataError(f"{', '.join(arguments)}: nothing to train on: {reason}")
     for fault in faults:
-        note(f"prepare: skipped {fault}")
+        print_status(f"prepare: skipped {fault}")
     if not totals["val"]["ids"]:
-        note(
+        print_status(
             "prepare: no validation split: training will hold out the last 1% of its data; for a "
             "real one raise --val_fraction or add documents"
         )

@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from spider.errors import DataError, one_line, printable
-from spider.files import durable
+from spider.files import atomic_write
 from spider.inference.export import facts_of
 from spider.inference.sampling import progress_bar
 from spider.model.layers import rms_norm
@@ -417,7 +417,7 @@ def show(
     run = run_facts(directory / checkpoint.name, saved, model)
     content = write_page(analysis, f"{checkpoint.absolute().name} reads {name}", model, run)
     try:
-        with durable(out, "wb") as file:
+        with atomic_write(out, "wb") as file:
             file.write(content.encode())
     except OSError as fault:
         raise DataError(

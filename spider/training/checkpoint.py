@@ -534,7 +534,7 @@ class CheckpointWriter:
         began = time.perf_counter()
         path = checkpoint_path(self.directory, state["step"])
         try:
-            with files.durable(path, "wb") as file:
+            with files.atomic_write(path, "wb") as file:
                 write_archive(file, state)
                 sync_metrics()
         except OSError as fault:

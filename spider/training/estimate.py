@@ -16,7 +16,7 @@ from torch import nn
 
 from spider import machine
 from spider.errors import TooLarge
-from spider.machine import free_memory, multiplies_bf16, process_memory
+from spider.machine import free_memory, has_bf16, process_memory
 from spider.model.memory import tables_of
 from spider.training.checkpoint import checkpoint_paths
 from spider.training.distributed import World
@@ -192,7 +192,7 @@ def estimate_memory(plan: "Plan", world: World) -> dict[str, float]:
             "checkpoint copy": plan.checkpoint_size / world.local_ranks,
             # In bf16 oneDNN caches 1,024 kernels twice, one per size of a product (in Muon also per
             # learning rate).
-            "growth of the process": 1e9 if multiplies_bf16(world.device) else 1e8,
+            "growth of the process": 1e9 if has_bf16(world.device) else 1e8,
         }
     return memory
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from spider.config import OPTIMIZERS
 from spider.errors import WorldError
-from spider.machine import multiplies_bf16, quiet
+from spider.machine import has_bf16, quiet
 from spider.model.memory import EngramTable, tables_of
 from spider.training.distributed import Sharded, ShardedParameter, sharding_of
 from spider.training.muon_ranks import MatrixAssignment
@@ -240,7 +240,7 @@ class Muon(torch.optim.Optimizer):
         super().__init__(params, dict(lr=lr, momentum=momentum, weight_decay=weight_decay))
         self.assignment = assignment
         matrix = self.param_groups[0]["params"][0]
-        self.dtype = torch.bfloat16 if multiplies_bf16(matrix.device) else torch.float32
+        self.dtype = torch.bfloat16 if has_bf16(matrix.device) else torch.float32
 
     def make_state(self, p: Tensor):
         """Make the state of a parameter, before its first step."""

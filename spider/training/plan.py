@@ -17,7 +17,7 @@ from loguru import logger
 from data import Loader, StepLayout
 from spider import machine
 from spider.config import LARGEST, RECOMPUTE, SpiderConfig
-from spider.errors import UsageError, say
+from spider.errors import UsageError, print_line
 from spider.model.memory import tables_of
 from spider.training import estimate
 from spider.training.checkpoint import FROM_SCRATCH, Origin, check_weights
@@ -135,7 +135,7 @@ def recipe_of(model: str, origin: Origin, device: torch.device) -> str:
     if recorded := (origin.state or {}).get("recipe"):
         return recorded
     is_small = device.type == "cpu" or machine.memory_of(device) < MEMORY_OF_1B
-    return "tiny" if is_small or not machine.multiplies_bf16(device) else "1b"
+    return "tiny" if is_small or not machine.has_bf16(device) else "1b"
 
 
 def with_recipe(command: "CommandLine", recipe: "Recipe", origin: Origin) -> "Flags":
@@ -457,9 +457,9 @@ def print_dry_run(
         print(describe_fp8(plan.model, flags.fp8_experts))
     needs, lacking = estimate.describe_needs(plan, world)
     for line in (*remarks, *needs):
-        say(line)
+        print_line(line)
 
-    bound, expected = estimate.rates(plan, machine.product_rate(world.device) * world.ranks)
+    bound, expected = estimate.rates(plan, machine.matmul_rate(world.device) * world.ranks)
     steps = flags.max_steps or plan.horizon
     n_bytes = steps * plan.step_bytes
     if estimate.is_timed(plan, world, bound):
@@ -475,9 +475,9 @@ def print_dry_run(
                 f"about {estimate.describe_duration(n_bytes / expected)} at an expected "
                 f"{expected:,.0f} bytes/s, {duration}"
             )
-    say(f"run: {steps:,} steps of {plan.step_bytes:,} bytes, {duration}")
+    print_line(f"run: {steps:,} steps of {plan.step_bytes:,} bytes, {duration}")
     if lacking:
-        say(f"verdict: NOT ENOUGH {'; '.join(lacking)}")
+        print_line(f"verdict: NOT ENOUGH {'; '.join(lacking)}")
         return 1
-    say("verdict: enough memory and disk")
+    print_line("verdict: enough memory and disk")
     return 0

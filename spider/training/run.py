@@ -180,7 +180,7 @@ class Metrics:
 
     def __init__(self, path: Path, step: int):
         """Keep the lines before `step`; the run writes all further ones again."""
-        with files.durable(path) as file:
+        with files.atomic_write(path) as file:
             for numbers in read_lines(path):
                 if numbers["step"] < step:
                     file.write(json.dumps(numbers) + "\n")
@@ -258,7 +258,7 @@ class StopSignals:
     def __enter__(self):
         self.before: dict[int, Any] = {}  # handlers of the caller
         if threading.current_thread() is not threading.main_thread():
-            errors.note("this run is in a thread: no signal, nor Ctrl-C, stops it and saves")
+            errors.print_status("this run is in a thread: no signal, nor Ctrl-C, stops it and saves")
             return self
         for number in STOPS:
             handler = signal.getsignal(number)

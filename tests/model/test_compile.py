@@ -385,7 +385,7 @@ def updates_on(device: torch.device, **changes) -> dict[str, torch.Tensor]:
 def test_a_step_on_a_gpu_or_its_stand_in_changes_every_weight_and_buffer_as_on_a_cpu(
     device, changes, monkeypatch
 ):
-    monkeypatch.setattr("spider.training.optim.multiplies_bf16", lambda device: False)
+    monkeypatch.setattr("spider.training.optim.has_bf16", lambda device: False)
     expected = updates_on(CPU, **changes)
     with stand_in_gpu() if device == CPU else nullcontext():
         changed = updates_on(device, **changes)

@@ -129,7 +129,7 @@ def plan_on(monkeypatch):
 def test_a_card_trains_131072_bytes_a_step_in_the_largest_micro_batches_without_recomputation(
     plan_on, card, monkeypatch, capsys
 ):
-    monkeypatch.setattr(machine, "product_rate", lambda _: 1e14)
+    monkeypatch.setattr(machine, "matmul_rate", lambda _: 1e14)
     world = world_of("cuda")
     for model, split in (("1b", card.split_1b), ("base", card.split_base)):
         plan = plan_on(card, "--model", model)
@@ -200,7 +200,7 @@ def test_the_rate_to_expect_of_a_gpu_is_below_that_of_its_products(
     argv, bound, expected, plan_on, monkeypatch, capsys
 ):
     """On an H200 of 790 TFLOP/s; FP8 doubles the rate of what it converts alone."""
-    monkeypatch.setattr(machine, "product_rate", lambda _: 790e12)
+    monkeypatch.setattr(machine, "matmul_rate", lambda _: 790e12)
     plan = plan_on(CARDS["H200"], "--model", "1b", *argv.split())
     rates = estimate.rates(plan, 790e12)
     assert rates == pytest.approx((bound, expected), rel=0.01)
@@ -220,7 +220,7 @@ def test_the_rate_to_expect_of_a_gpu_is_below_that_of_its_products(
         ("tiny --micro_batch 4 --recompute all", 6),
         ("small", 6),
         # oneDNN keeps kernels in bf16 for each number of segments: the peak comes late
-        ("tiny --seq_len 512", 320 if machine.multiplies_bf16(torch.device("cpu")) else 12),
+        ("tiny --seq_len 512", 320 if machine.has_bf16(torch.device("cpu")) else 12),
     ),
 )
 def test_a_run_on_a_cpu_takes_the_memory_of_its_dry_run_within_a_seventh(flags, steps, tmp_path):

@@ -65,7 +65,7 @@ def test_the_recipe_is_that_of_the_flag_the_checkpoint_or_the_device(
     monkeypatch, model, checkpoint, device, recipe
 ):
     name, has_bf16, memory = device
-    monkeypatch.setattr(machine, "multiplies_bf16", lambda _: has_bf16)
+    monkeypatch.setattr(machine, "has_bf16", lambda _: has_bf16)
     monkeypatch.setattr(machine, "memory_of", lambda _: memory)
     assert plan.recipe_of(model, checkpoint, torch.device(name)) == recipe
 
