@@ -53,7 +53,7 @@ from spider.errors import (
     run_command,
     print_line,
 )
-from spider.flags import Parser, integer, path_name, quoted, real, refuse_address
+from spider.flags import Parser, integer, path_name, quoted, real, refuse_url
 from spider.model.noise import splitmix, step_seed
 from spider.vocabulary import IGNORED
 from tokenizer import BOS_ID, EOS_ID, PAD_ID, VOCAB_SIZE
@@ -232,7 +232,7 @@ def open_data(spec: str) -> list[Source]:
             weights.append(math.nan)
     total = sum(weights)
     if not (all(names) and all(weight > 0 for weight in weights) and total < math.inf):
-        refuse_address(spec)
+        refuse_url(spec)
         raise DataError(
             f"{spec}: neither a directory nor a mixture dir:weight,dir:weight with positive weights"
         )

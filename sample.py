@@ -56,7 +56,7 @@ from spider.data.inputs import naming, uncompressed_name
 from spider.data.prepare import KINDS, Documents, Input, ShardWriter
 from spider.errors import DataError, UsageError, raise_on_signals, one_line, run_command, print_line
 from spider.files import atomic_write
-from spider.flags import Parser, integer, path_name, real, refuse_address
+from spider.flags import Parser, integer, path_name, real, refuse_url
 from spider.inference.export import write_export
 from spider.inference.look import show
 from spider.inference.sampling import (
@@ -289,7 +289,7 @@ Text = Stream | Source  # a file, or a prepared directory
 
 def open_text(name: str, field: str) -> Text:
     """Open a directory of shards as a source, any other file as a stream of ids."""
-    refuse_address(name)
+    refuse_url(name)
     if os.path.isdir(name):
         return open_source(name, 1.0)
     if not name.endswith(".bin"):

@@ -204,7 +204,7 @@ def path_name(text: str) -> str:
     return text
 
 
-def refuse_address(path: str):
+def refuse_url(path: str):
     """Raise DataError for an address, where a path of a file or directory is expected."""
     if "://" in path and not os.path.exists(path):
         raise DataError(

@@ -49,7 +49,7 @@ from spider.data.shard_files import (
 )
 from spider.errors import DataError, ProgressBar, print_status, print_line
 from spider.files import bounded_lines, atomic_write, locked, sync
-from spider.flags import quoted, refuse_address
+from spider.flags import quoted, refuse_url
 from spider.vocabulary import BOS_ID, EOS_ID, VOCAB_SIZE
 
 HUB_NAME = re.compile(r"\w[\w.-]*/[\w.-]+")  # owner/name of a data set
@@ -136,7 +136,7 @@ class Documents:
             return self._find_files(argument)
         if argument == "pydoc":
             return [Input(PYDOC, "text")]
-        refuse_address(argument)
+        refuse_url(argument)
         # Neither a dead link nor a mistyped name of a file is looked up at the hub.
         is_file = os.path.lexists(argument) or self._kind_of(argument) is not None
         if self.endings or is_file or not HUB_NAME.fullmatch(argument):
