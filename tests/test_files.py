@@ -58,16 +58,16 @@ def test_durable_file_writes_through_no_link(tmp_path):
 
 
 def test_a_second_writer_of_a_file_does_not_disturb_the_first(tmp_path, monkeypatch):
-    """It takes the first one's temporary file, which is not yet held, for that of a killed process,
-    holds it and deletes it."""
-    hold = files.hold
+    """It takes the first one's temporary file, not yet locked, for that of a killed process, locks
+    it and deletes it."""
+    lock_open_file = files.lock_open_file
     deletions = []
 
-    def hold_second(descriptor, **options):
+    def lock_second(descriptor, **options):
         monkeypatch.undo()
         (unfinished,) = tmp_path.iterdir()
         file = unfinished.open("rb")
-        hold(file.fileno())
+        lock_open_file(file.fileno())
 
         def delete():
             unfinished.unlink()
@@ -75,9 +75,9 @@ def test_a_second_writer_of_a_file_does_not_disturb_the_first(tmp_path, monkeypa
 
         deletions.append(threading.Timer(0.1, delete))
         deletions[0].start()
-        hold(descriptor, **options)
+        lock_open_file(descriptor, **options)
 
-    monkeypatch.setattr(files, "hold", hold_second)
+    monkeypatch.setattr(files, "lock_open_file", lock_second)
     with atomic_write(tmp_path / "a") as file:
         deletions[0].join()
         file.write("new")
