@@ -20,7 +20,7 @@ from loguru import logger
 from torch import Tensor, nn
 
 from spider.errors import TooLarge, UsageError, one_line
-from spider.threads import memory_limit
+from spider.threads import memory_limit, read_or_empty
 
 if TYPE_CHECKING:
     import loguru
@@ -51,9 +51,7 @@ def resolve_device(name: str) -> torch.device:
         obstacle = "no CUDA device is visible"
     if obstacle:
         raise UsageError(f"--device {name}: {obstacle}; or use --device cpu")
-    if has_gpu:
-        return torch.device("cuda")
-    return torch.device("cpu")
+    return torch.device("cuda" if has_gpu else "cpu")
 
 
 def driver_cuda_version() -> int:
@@ -201,9 +199,7 @@ def memory_of(device: torch.device, local_ranks: int = 1) -> float:
 
 def proc_bytes(file: str, field: str) -> float:
     """Return a field of a file in /proc, in bytes; 0 without /proc, as on macOS."""
-    if not Path(file).exists():
-        return 0
-    match = re.search(rf"{field}:\s*(\d+) kB", Path(file).read_text())
+    match = re.search(rf"{field}:\s*(\d+) kB", read_or_empty(Path(file)))
     return 1024 * int(match[1]) if match else 0
 
 
@@ -217,9 +213,7 @@ def free_memory(device: torch.device) -> float:
     """Return the free bytes of the GPU, or of the machine, at most the container's limit."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    available = proc_bytes("/proc/meminfo", "MemAvailable")
-    if available == 0:
-        return memory_of(device)
+    available = proc_bytes("/proc/meminfo", "MemAvailable") or math.inf
     return min(available, memory_of(device))
 
 

@@ -239,8 +239,7 @@ class Muon(torch.optim.Optimizer):
         """assignment: which rank orthogonalizes which matrix; None for one rank."""
         super().__init__(params, dict(lr=lr, momentum=momentum, weight_decay=weight_decay))
         self.assignment = assignment
-        matrix = self.param_groups[0]["params"][0]
-        self.dtype = torch.bfloat16 if has_bf16(matrix.device) else torch.float32
+        self.dtype = torch.bfloat16 if has_bf16(params[0].device) else torch.float32
 
     def make_state(self, p: Tensor):
         """Make the state of a parameter, before its first step."""
