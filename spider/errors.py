@@ -164,10 +164,10 @@ def handle_error(
 ) -> int:
     """Print an expected error as one line; return the exit status of the program:
 
-        KeyboardInterrupt     130; prints `interrupted`, if any
-        BrokenPipeError       0; prints nothing: stdout is closed, as by `| head`
-        Diverged              1
-        any other of EXPECTED 2
+        KeyboardInterrupt   130; prints `interrupted`, if any
+        BrokenPipeError     0; prints nothing: stdout is closed, as with `| head`
+        Diverged            1
+        others of EXPECTED  2
 
     silent: another process prints the line."""
     status = 2

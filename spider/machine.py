@@ -20,7 +20,7 @@ from loguru import logger
 from torch import Tensor, nn
 
 from spider.errors import TooLarge, UsageError, one_line
-from spider.threads import memory_limit, read_or_empty
+from spider.threads import memory_limit, read_file
 
 if TYPE_CHECKING:
     import loguru
@@ -189,8 +189,8 @@ def has_bf16(device: torch.device) -> bool:
 
 
 def memory_of(device: torch.device, local_ranks: int = 1) -> float:
-    """Return the bytes of the GPU's memory, or of the memory of the machine or container divided by
-    its ranks."""
+    """Return the GPU's memory in bytes, or a local rank's part of the memory of the machine or
+    container."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -199,7 +199,7 @@ def memory_of(device: torch.device, local_ranks: int = 1) -> float:
 
 def proc_bytes(file: str, field: str) -> float:
     """Return a field of a file in /proc, in bytes; 0 without /proc, as on macOS."""
-    match = re.search(rf"{field}:\s*(\d+) kB", read_or_empty(Path(file)))
+    match = re.search(rf"{field}:\s*(\d+) kB", read_file(Path(file)))
     return 1024 * int(match[1]) if match else 0
 
 
@@ -210,7 +210,7 @@ def process_memory(field: str) -> float:
 
 
 def free_memory(device: torch.device) -> float:
-    """Return the free bytes of the GPU, or of the machine, at most the container's limit."""
+    """Return the free bytes of the GPU, or an upper bound for the machine or container."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     available = proc_bytes("/proc/meminfo", "MemAvailable") or math.inf
@@ -356,9 +356,7 @@ def configure_torch(device: torch.device, deterministic: bool):
     """Set torch's process-wide options. Call it before the first work on the device."""
     if device.type == "cpu":
         keep_freed_memory()
-    if (
-        deterministic != torch.are_deterministic_algorithms_enabled()
-    ):  # even if an earlier run set it
+    if deterministic != torch.are_deterministic_algorithms_enabled():  # an earlier run may differ
         torch.use_deterministic_algorithms(deterministic)
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from spider.errors import UsageError, run_command
 
-PARENT_PID = os.getppid()  # before torch is imported, which takes seconds: the parent may die then
+PARENT_PID = os.getppid()  # before torch is imported: that takes seconds, and the parent may die
 
 # How long an idle thread spins before it gives up its core: for libgomp in rounds of a loop, by
 # default 300,000; for libomp (macOS) in milliseconds, by default 200
@@ -104,7 +104,7 @@ def memory_limit(root: Path = Path("/")) -> float:
     limit = math.inf
     for directory in control_groups(root, "memory"):
         for name in ("memory.max", "memory.limit_in_bytes"):  # cgroup v2, v1
-            text = read_or_empty(directory / name)
+            text = read_file(directory / name)
             if text.isdigit():  # not "max"
                 limit = min(limit, int(text))
     return limit
@@ -113,9 +113,7 @@ def memory_limit(root: Path = Path("/")) -> float:
 def control_groups(root: Path, controller: str) -> Iterator[Path]:
     """Yield the directories of the control groups that contain this process, from the innermost to
     the root. controller: what the groups limit; only cgroup v1 separates them."""
-    groups = re.findall(
-        "^[0-9]+:(.*?):/(.*)$", read_or_empty(root / "proc/self/cgroup"), re.MULTILINE
-    )
+    groups = re.findall("^[0-9]+:(.*?):/(.*)$", read_file(root / "proc/self/cgroup"), re.MULTILINE)
     for controllers, path in groups:
         mount = root / "sys/fs/cgroup"
         if controllers:  # only v1 names them
@@ -130,11 +128,9 @@ def control_groups(root: Path, controller: str) -> Iterator[Path]:
 
 def quota_of(directory: Path) -> float:
     """Return the quota of a control group, in cores; infinity if it has none."""
-    v2 = read_or_empty(directory / "cpu.max")
+    v2 = read_file(directory / "cpu.max")
     v1 = (
-        read_or_empty(directory / "cpu.cfs_quota_us")
-        + " "
-        + read_or_empty(directory / "cpu.cfs_period_us")
+        read_file(directory / "cpu.cfs_quota_us") + " " + read_file(directory / "cpu.cfs_period_us")
     )
     for text in (v2, v1):
         numbers = re.fullmatch(r"(\d+) ([1-9]\d*)", text)  # no limit: "max 100000", in v1 -1
@@ -143,7 +139,7 @@ def quota_of(directory: Path) -> float:
     return math.inf
 
 
-def read_or_empty(path: Path) -> str:
+def read_file(path: Path) -> str:
     """Return the text of a file, or "" if it cannot be read."""
     try:
         return path.read_text(errors="replace").strip()

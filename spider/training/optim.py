@@ -426,10 +426,10 @@ class RowwiseAdagrad(torch.optim.Optimizer):
     def step(self) -> None:  # type: ignore[override]  # torch's may also evaluate the loss
         for group in self.param_groups:
             for p in group["params"]:
-                lookups = self.tables[p].merged()
-                if lookups is None:
+                gradients = self.tables[p].merged()
+                if gradients is None:
                     continue
-                row, grad = lookups
+                row, grad = gradients
                 length = torch.linalg.vector_norm(grad, dim=1)
                 if not self.state[p]:
                     self.make_state(p)

@@ -1,8 +1,8 @@
 """Score rows of bytes: one loop over batches, and one sum of their results.
 
 Three scorers share it; they differ in the function that scores a batch. Training evaluates its
-validation rows (train.evaluate), sample.py --eval scores texts (sampling.score_windows), and
---adapt scores texts while the model learns from them (sampling.Adaptation).
+validation rows (train.evaluate), sample.py --eval scores texts (inference.score_windows), and
+--adapt scores texts while the model learns from them (inference.Adaptation).
 
     score_batches   sum the scores that a function gives batches, over all ranks
     score_model     the same, for a model in evaluation mode
@@ -70,8 +70,8 @@ def score_batches(
     world: World,
     progress: ProgressBar | None,
 ) -> Totals:
-    """Distribute batches of (ids, labels), int64 [n, T], over the ranks, score each on the device,
-    and return the totals of all ranks on every rank.
+    """Score batches of (ids, labels), int64 [rows, T], distributed over the ranks; return the
+    totals of all ranks on every rank. `score` gets its batch on the device.
 
     The sums stay on the device, in fp64, until the end, so the host waits for it once."""
     sums = torch.zeros(4, device=world.device, dtype=torch.float64)
