@@ -126,12 +126,10 @@ def control_groups(root: Path, controller: str) -> Iterator[Path]:
                 yield directory
 
 
-def quota_of(directory: Path) -> float:
+def quota_of(group: Path) -> float:
     """Return the quota of a control group, in cores; infinity if it has none."""
-    v2 = read_file(directory / "cpu.max")
-    v1 = (
-        read_file(directory / "cpu.cfs_quota_us") + " " + read_file(directory / "cpu.cfs_period_us")
-    )
+    v2 = read_file(group / "cpu.max")
+    v1 = read_file(group / "cpu.cfs_quota_us") + " " + read_file(group / "cpu.cfs_period_us")
     for text in (v2, v1):
         numbers = re.fullmatch(r"(\d+) ([1-9]\d*)", text)  # no limit: "max 100000", in v1 -1
         if numbers:

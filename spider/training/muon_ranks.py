@@ -6,7 +6,7 @@ owner, one of all ranks, and a step takes four stages:
     1. collect         the shards of a replica send rows to the owners in this replica (all-to-all)
     2. orthogonalize   each owner, its own matrices
     3. return          the owners send the rows back to the shards (all-to-all)
-    4. exchange        the replicas, with the same rows of all matrices, share results (all-gather)
+    4. exchange        the replicas, which have the same rows, exchange results (all-gather)
 
 FSDP cuts a stack (of experts, for example) between its matrices. Their owners have these matrices
 whole already, so they skip stages 1 and 3.
