@@ -29,12 +29,12 @@ from statistics import median
 import torch
 
 import train
-from data import Feed, Loader, Source, mock_source, open_data
+from data import Loader, Prefetcher, Source, mock_source, open_data
 from spider import machine
 from spider.errors import raise_on_signals, run_command
 from spider.training import estimate
 from spider.training.distributed import World
-from spider.training.plan import Plan, settle
+from spider.training.plan import Plan, resolve_plan
 
 
 def synchronize(device: torch.device):
@@ -141,7 +141,7 @@ def resolve_step(flags: list[str], world: World) -> tuple[Plan, list[Source]]:
     sources = [mock_source(0)]
     if given & {"data_dir", "text"}:
         sources = open_data(command.flags.data_dir)
-    return settle(command, train.RECIPES, world), sources
+    return resolve_plan(command, train.RECIPES, world), sources
 
 
 class Step:
@@ -151,12 +151,12 @@ class Step:
         self.model = train.build_model(plan.model, plan, world)
         self.optimizers = train.optimizers_of(plan.flags, self.model)
         loader = Loader(sources, plan.flags.seq_len, 0)
-        self.feed = Feed(loader, plan.layout, 0, world.device, 0, 0)
+        self.prefetcher = Prefetcher(loader, plan.layout, 0, world.device, 0, 0)
         self.now = train.StepSettings(plan.flags.n_loops)
 
     def __call__(self) -> dict:
         """Take a step; return its metrics."""
-        metrics, _ = train.train_step(self.model, self.optimizers, self.feed.take(), self.now)
+        metrics, _ = train.train_step(self.model, self.optimizers, self.prefetcher.take(), self.now)
         return metrics
 
 
@@ -168,7 +168,7 @@ def measure_step(plan: Plan, sources: list[Source], world: World):
     step = Step(plan, sources, world)
     print("\nfirst passes, which may take minutes if layers are compiled", flush=True)
     start = time.perf_counter()
-    train.warm_up(step.model, plan, step.feed.take()[0])
+    train.warm_up(step.model, plan, step.prefetcher.take()[0])
     synchronize(device)
     seconds = time.perf_counter() - start
 

@@ -47,11 +47,11 @@ from spider.data.shard_files import ID_BYTES, METADATA, ShardEntry, files_below,
 from spider.errors import (
     DataError,
     ProgressBar,
-    raise_on_signals,
+    print_line,
     print_status,
     printable,
+    raise_on_signals,
     run_command,
-    print_line,
 )
 from spider.flags import Parser, integer, path_name, quoted, real, refuse_url
 from spider.model.noise import splitmix, step_seed
@@ -582,14 +582,14 @@ class Batch:
     labels: Tensor  # [B, T] int64, -100 is ignored
     noise_seed: int  # for the first row's segments and dropout; the one of row i is i higher
     cu_seqlens: Tensor  # int32 [documents + 1]
-    longest: int  # upper bound of a document's length
+    max_seqlen: int  # upper bound of a document's length
     targets: int  # labels other than -100
     n_bytes: int  # ids that are not PAD
 
     @classmethod
     def of(cls, ids: Tensor, labels: Tensor, noise_seed: int) -> Batch:
         """Make a batch on the host."""
-        from spider.model.packing import document_cu_seqlens, longest_bound
+        from spider.model.packing import document_cu_seqlens, max_seqlen_of
 
         cu_seqlens = document_cu_seqlens(ids)
         return cls(
@@ -597,7 +597,7 @@ class Batch:
             labels=labels,
             noise_seed=noise_seed,
             cu_seqlens=cu_seqlens,
-            longest=longest_bound(cu_seqlens, ids.shape[1]),
+            max_seqlen=max_seqlen_of(cu_seqlens, ids.shape[1]),
             targets=int((labels != IGNORED).sum()),
             n_bytes=int((ids != PAD_ID).sum()),
         )
@@ -618,7 +618,7 @@ class Batch:
         )
 
 
-class Feed:
+class Prefetcher:
     """Give a rank's batches step by step, on its device. Meanwhile a thread fetches those of the
     next step."""
 
@@ -804,7 +804,9 @@ def run_subcommand(args: argparse.Namespace):
 
 def main(argv: list[str] | None = None) -> int:
     """Run a command. Exit status: 0; 2 with a line on stderr for an error; 130 after Ctrl-C."""
-    return run_command(lambda: run_subcommand(parse_args(argv)), "data.py", interrupted="interrupted")
+    return run_command(
+        lambda: run_subcommand(parse_args(argv)), "data.py", interrupted="interrupted"
+    )
 
 
 if __name__ == "__main__":

@@ -54,7 +54,7 @@ from data import Source, Stream, map_shard, open_source, validation_sets
 from spider.config import RANGES, SEQ_LEN
 from spider.data.inputs import naming, uncompressed_name
 from spider.data.prepare import KINDS, Documents, Input, ShardWriter
-from spider.errors import DataError, UsageError, raise_on_signals, one_line, run_command, print_line
+from spider.errors import DataError, UsageError, one_line, print_line, raise_on_signals, run_command
 from spider.files import atomic_write
 from spider.flags import Parser, integer, path_name, real, refuse_url
 from spider.inference.export import write_export

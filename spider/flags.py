@@ -14,7 +14,7 @@ from dataclasses import field, fields
 from pathlib import Path
 from typing import Any
 
-from spider.config import LARGEST, LARGEST_FLOAT, Range
+from spider.config import MAX_FLOAT, MAX_INT, Range
 from spider.errors import DataError, UsageError
 
 
@@ -168,12 +168,12 @@ def truth(text: str) -> bool:
     return text.lower() == "true"
 
 
-def integer(low: int, high: int = LARGEST) -> Callable:
+def integer(low: int, high: int = MAX_INT) -> Callable:
     """Make an argument's `type` that parses whole numbers in a range, also written as 10e9."""
     return number(Range(low, high), whole=True)
 
 
-def real(low: float, high: float = LARGEST_FLOAT, above: bool = False) -> Callable:
+def real(low: float, high: float = MAX_FLOAT, above: bool = False) -> Callable:
     """Make an argument's `type` that parses numbers in a range."""
     return number(Range(low, high, above), whole=False)
 

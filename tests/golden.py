@@ -243,7 +243,7 @@ def observe_recipe(recipe: str) -> dict[str, dict]:
     """Return the flags and the configuration of a recipe, with memory for any micro-batch."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(machine, "memory_of", lambda *_: math.inf)
-        plan = conftest.settled(*f"{RECIPES[recipe]} --recompute nothing".split())
+        plan = conftest.resolved(*f"{RECIPES[recipe]} --recompute nothing".split())
     flags = {flag: getattr(plan.flags, flag) for flag in TRAINED}
     return dict(flags=flags, config=asdict(plan.config))
 

@@ -22,7 +22,7 @@ from loguru import logger
 from spider.errors import UsageError, run_command
 from spider.files import atomic_write
 from spider.machine import quiet
-from spider.training.run import read_lines
+from spider.training.run import read_metrics
 
 PANELS = {  # title: key in metrics.jsonl, key of its validation
     "bits per byte": ("bpb", "val_bpb"),
@@ -42,7 +42,7 @@ Curves = dict[str, np.ndarray]  # by key, [2, values]: bytes seen, values
 def read_curves(directory: Path) -> Curves:
     """Read the finite numbers of a run's metrics.jsonl; return nothing if there is no such file."""
     points: dict[str, list] = defaultdict(list)
-    for line in read_lines(directory / "metrics.jsonl"):
+    for line in read_metrics(directory / "metrics.jsonl"):
         bytes_seen = line.get("bytes_seen")
         loss = line.get("loss")
         if loss is not None:

@@ -426,7 +426,7 @@ class RowwiseAdagrad(torch.optim.Optimizer):
     def step(self) -> None:  # type: ignore[override]  # torch's may also evaluate the loss
         for group in self.param_groups:
             for p in group["params"]:
-                gradients = self.tables[p].merged()
+                gradients = self.tables[p].summed_gradients()
                 if gradients is None:
                     continue
                 row, grad = gradients

@@ -1,8 +1,8 @@
 """Score rows of bytes: one loop over batches, and one sum of their results.
 
 Three scorers share it; they differ in the function that scores a batch. Training evaluates its
-validation rows (train.evaluate), sample.py --eval scores texts (inference.score_windows), and
---adapt scores texts while the model learns from them (inference.Adaptation).
+validation rows (train.evaluate), sample.py --eval scores texts (inference.adapt.score_windows), and
+--adapt scores texts while the model learns from them (inference.adapt.DynamicEvaluation).
 
     score_batches   sum the scores that a function gives batches, over all ranks
     score_model     the same, for a model in evaluation mode
