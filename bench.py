@@ -1,14 +1,13 @@
-"""Measure Spider on this machine: what it is, its peak rates, and an optimizer step.
+"""Measure this machine: its hardware and versions, its peak rates, and an optimizer step of Spider.
 
     python bench.py --only machine               # GPU, versions, torch.compile, peak rates
-    python bench.py --device cpu --micro_batch 4 # these and a step; takes train.py's flags
+    python bench.py --device cpu --micro_batch 4 # the same and a step; takes train.py's flags
 
-The batch is by default the one to train with: on a GPU 448 sequences of 256 bytes, in as few
-micro-steps as fit, on a CPU 8. The text is synthetic unless --data_dir is given, or a --text that a
-run has prepared. To compare, run a step with each of several flags: --precision fp8, --moe_backend
-triton.
+The default batch is the one to train with: sequences of 256 bytes, 448 of them on a GPU, in as few
+micro-steps as fit; 8 on a CPU. The text is synthetic unless you give --data_dir, or a --text that a
+run has prepared. To compare settings, run a step with each: --precision fp8, --moe_backend triton.
 
-Times are medians. MFU is relative to the measured rate of bf16 products and does not count
+Times are medians. MFU is relative to the measured rate of bf16 matrix products and does not count
 recomputation.
 """
 
@@ -39,29 +38,29 @@ from spider.training.plan import Plan
 from spider.training.resolve import resolve_plan
 
 
-def wait(device: torch.device):
+def synchronize(device: torch.device):
     """Wait until the device has finished."""
     if device.type == "cuda":
         torch.cuda.synchronize()
 
 
-def times_of(
+def time_calls(
     function: Callable[[], object], device: torch.device, repetitions: int = 9
 ) -> list[float]:
-    """Return the sorted times of calls in ms, each until the device has finished. Two calls before
-    them warm up."""
+    """Return the sorted times of calls in ms, each until the device has finished. Before them, make
+    two calls as a warm-up."""
     times = []
     for _ in range(2 + repetitions):
-        wait(device)
+        synchronize(device)
         start = time.perf_counter()
         function()
-        wait(device)
+        synchronize(device)
         times.append(1e3 * (time.perf_counter() - start))
     return sorted(times[2:])
 
 
 def print_table(title: str, rows: dict[str, object]):
-    """Print names and values as a table of Markdown."""
+    """Print names and values as a Markdown table."""
     print(f"\n### {title}\n\n| | |\n|---|---|")
     for name, value in rows.items():
         if isinstance(value, float):
@@ -79,13 +78,13 @@ def nvidia_smi(fields: str) -> str:
 
 
 def describe_machine(device: torch.device):
-    """Print the hardware, versions, whether torch.compile works, and the peak rates of a copy and
-    of square products."""
+    """Print hardware, versions, whether torch.compile works, and the peak rates of a copy and of
+    square matrix products."""
     on_gpu = device.type == "cuda"
     rows: dict[str, object] = {"threads": torch.get_num_threads()}
     if on_gpu:
         rows["GPU"] = torch.cuda.get_device_properties(device)
-        rows["driver, highest clocks"] = nvidia_smi("driver_version,clocks.max.sm,clocks.max.mem")
+        rows["driver, maximum clocks"] = nvidia_smi("driver_version,clocks.max.sm,clocks.max.mem")
     for package in metadata.distributions():
         if package.name in ("torch", "triton", "torchao", "bitsandbytes", "tile-kernels"):
             rows[package.name] = package.version
@@ -98,8 +97,8 @@ def describe_machine(device: torch.device):
         n_bytes = 1 << 27
         n = 2048
     source = torch.empty(n_bytes, dtype=torch.uint8, device=device)
-    ms = median(times_of(source.clone, device))
-    rows["copy, read and written, TB/s"] = 2 * n_bytes / ms / 1e9
+    ms = median(time_calls(source.clone, device))
+    rows["copy (reading and writing), TB/s"] = 2 * n_bytes / ms / 1e9
 
     x = torch.randn(n, n, device=device)
     products = {"fp32": partial(torch.mm, x, x)}
@@ -112,14 +111,14 @@ def describe_machine(device: torch.device):
         products["fp8"] = partial(
             torch._scaled_mm,
             x8,
-            x8.t(),  # column-major, as the product needs it
+            x8.t(),  # column-major, as _scaled_mm requires
             one,
             one,
             out_dtype=torch.bfloat16,
             use_fast_accum=True,
         )
     for precision, product in products.items():
-        ms = median(times_of(product, device))
+        ms = median(time_calls(product, device))
         rows[f"product, {precision}, TFLOP/s"] = 2 * n**3 / ms / 1e9
     print_table("machine", rows)
 
@@ -129,7 +128,7 @@ def describe_machine(device: torch.device):
 
 
 def resolve_step(flags: list[str], world: World) -> tuple[Plan, list[Source]]:
-    """Settle the plan of a step from the flags of train.py; return it and the data."""
+    """Resolve the plan of a step from train.py's flags; return the plan and the data."""
     given = train.parse_args(flags, environ={}).given
     defaults = ["--seq_len=256"]
     if not given & {"micro_batch", "grad_accum", "global_batch"}:
@@ -137,7 +136,7 @@ def resolve_step(flags: list[str], world: World) -> tuple[Plan, list[Source]]:
             defaults.append(f"--global_batch={448 * 256}")
         else:
             defaults.append("--micro_batch=8")
-    # The rates keep the weights; at --lr 0 Muon would skip its products.
+    # Rates that leave the weights unchanged; at --lr 0, Muon would skip its matrix products
     rates = ["--lr=1e-20", "--engram_lr=0"]
     command = train.parse_args([*defaults, *flags, *rates], environ={})
     sources = [mock_source(0)]
@@ -147,7 +146,7 @@ def resolve_step(flags: list[str], world: World) -> tuple[Plan, list[Source]]:
 
 
 class Step:
-    """An optimizer step of a new model, on the next batch of the text at each call."""
+    """An optimizer step of a new model; each call takes the next batch of the text."""
 
     def __init__(self, plan: Plan, sources: list[Source], world: World):
         self.model = train.build_model(plan.model, plan, world)
@@ -163,7 +162,7 @@ class Step:
 
 
 def measure_step(plan: Plan, sources: list[Source], world: World):
-    """Measure steps, and print the table."""
+    """Measure steps and print their table."""
     flags = plan.flags
     device = world.device
     on_gpu = device.type == "cuda"
@@ -171,14 +170,14 @@ def measure_step(plan: Plan, sources: list[Source], world: World):
     print("\nfirst passes, which may take minutes if layers are compiled", flush=True)
     start = time.perf_counter()
     train.warm_up(step.model, plan, step.prefetcher.take()[0])
-    wait(device)
+    synchronize(device)
     seconds = time.perf_counter() - start
 
     graphs = torch._dynamo.utils.counters["stats"]
     graphs_before = graphs["unique_graphs"]
     metrics = []
-    # a CPU compiles for each step's documents
-    times = times_of(lambda: metrics.append(step()), device, 9 if on_gpu else 3)
+    # a CPU compiles anew for each step's documents
+    times = time_calls(lambda: metrics.append(step()), device, 9 if on_gpu else 3)
     rate = plan.step_bytes / median(times) * 1e3
     length = metrics[-1]["bytes_per_segment"]
     flops = estimate.flops_per_byte(step.model, length, flags.n_loops, flags.seq_len)
@@ -193,11 +192,9 @@ def measure_step(plan: Plan, sources: list[Source], world: World):
         "recompilations": graphs["unique_graphs"] - graphs_before,
     }
     if on_gpu:
-        allocated = torch.cuda.max_memory_allocated()
-        reserved = torch.cuda.max_memory_reserved()
         rows["estimated, GB"] = sum(plan.memory.values()) / 1e9
-        rows["allocated, GB"] = allocated / 1e9
-        rows["reserved, GB"] = reserved / 1e9
+        rows["allocated, GB"] = torch.cuda.max_memory_allocated() / 1e9
+        rows["reserved, GB"] = torch.cuda.max_memory_reserved() / 1e9
         rows["clocks"] = nvidia_smi("clocks.sm,clocks.mem")
         rows |= profile(step)
     batch = f"{flags.micro_batch} x {flags.seq_len} x {flags.grad_accum} bytes"
@@ -206,11 +203,10 @@ def measure_step(plan: Plan, sources: list[Source], world: World):
 
 
 def profile(step: Callable[[], object]) -> dict[str, object]:
-    """Profile a step; return for how long the GPU works in it, in ms, and the number of kernels and
-    copies.
+    """Profile a step; return how many ms the GPU is busy, and the number of kernels and copies.
 
-    In the rest of a step's time the GPU waits for the host. Only the GPU is recorded, which hardly
-    slows the host down.
+    For the rest of a step's time, the GPU waits for the host. The profiler records only the GPU,
+    which hardly slows the host down.
     """
     try:
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
@@ -220,9 +216,9 @@ def profile(step: Callable[[], object]) -> dict[str, object]:
             trace = Path(directory) / "trace.json"
             profiler.export_chrome_trace(str(trace))
             busy, kernels = machine.read_trace(trace)
-    except Exception as fault:  # no CUPTI, or not allowed: the step's time is worth more
-        return {"the GPU works, ms": f"{fault!r:.200}"}
-    return {"the GPU works, ms": busy, "kernels": kernels}
+    except Exception as fault:  # no CUPTI or no permission: keep the other figures
+        return {"GPU busy, ms": f"{fault!r:.200}"}
+    return {"GPU busy, ms": busy, "kernels": kernels}
 
 
 # --------------------------------------------------------------------------------------------------
@@ -230,7 +226,7 @@ def profile(step: Callable[[], object]) -> dict[str, object]:
 
 
 def measure(argv: list[str] | None):
-    """Run bench.py."""
+    """Parse the flags, measure, and print the tables."""
     parser = train.flag_parser("bench.py", __doc__)
     parser.add_argument("--only", choices=("machine", "step"), help="measure only this")
     given = vars(parser.parse_args(argv))

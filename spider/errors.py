@@ -1,7 +1,7 @@
-"""Errors, what goes to a terminal, and how a program ends. Does not import torch.
+"""Errors, output on a terminal, and how a program ends. Does not import torch.
 
-A SpiderError is shown as one line, with the exit status 2. Whatever is printed of files, data or
-other people's names has its control characters escaped.
+A SpiderError becomes one line on stderr and exit status 2. File names, data and other foreign text
+are printed with their control characters escaped.
 """
 
 import json
@@ -25,7 +25,7 @@ class UsageError(SpiderError):
 
 
 class DataError(SpiderError):
-    """Unusable data; the message has the file, the offset and, if there is one, the remedy."""
+    """Unusable data; the message names the file, the offset and, if there is one, the remedy."""
 
 
 class CheckpointError(SpiderError):
@@ -33,7 +33,7 @@ class CheckpointError(SpiderError):
 
 
 class TooLarge(SpiderError):
-    """A step that needs more memory than there is."""
+    """A step that needs more memory than the device has."""
 
 
 class Diverged(SpiderError):
@@ -53,7 +53,7 @@ class Stopped(BaseException):
 
 
 def one_line(message) -> str:
-    """Escape line breaks, control characters and lone surrogates (of file names) in a message."""
+    """Escape line breaks, control characters and lone surrogates (from file names) in a message."""
     return "".join(
         character if character.isprintable() else character.encode("unicode_escape").decode()
         for character in str(message)
@@ -61,8 +61,8 @@ def one_line(message) -> str:
 
 
 def printable(ids: Iterable[int]) -> str:
-    r"""Format ids for a terminal: printable text unchanged, other bytes as \n, \x07 or \\, ids as
-    \<BOS> or \<259>."""
+    r"""Format ids for a terminal: printable text stays as it is; other bytes become \n, \x07 or
+    \\; ids above bytes become \<BOS> or \<259>."""
     names = {PAD_ID: "PAD", BOS_ID: "BOS", EOS_ID: "EOS"}
     parts = []
     for is_byte, group in groupby(ids, lambda i: i < 256):
@@ -75,25 +75,24 @@ def printable(ids: Iterable[int]) -> str:
 
 
 def printable_character(character: str) -> str:
-    """Escape a character, or the lone surrogate of a byte, as Python writes bytes."""
+    """Escape a character, or a lone surrogate that stands for a byte, as Python's repr does."""
     if character.isprintable() and character != "\\":
         return character
     return repr(character.encode("utf-8", "surrogateescape"))[2:-1]
 
 
 def print_line(line: str):
-    """Print one line on stdout."""
+    """Print one line of results on stdout."""
     print(one_line(line))
 
 
 def print_status(line: str):
-    """Print one line on stderr, for anything but results."""
+    """Print one line on stderr: anything except results."""
     print(one_line(line), file=sys.stderr)
 
 
 def print_error(prog: str, line: str):
-    """Print a line on stderr, over a progress bar; of a very long one, which quotes a file, the
-    first and last characters."""
+    """Print a line on stderr, over a progress bar; shorten a very long one, which quotes a file."""
     if len(line) > 1000:
         line = f"{line[:500]} ... {line[-500:]}"
     clear = "\r\033[K" if sys.stderr.isatty() else ""
@@ -101,8 +100,8 @@ def print_error(prog: str, line: str):
 
 
 class ProgressBar:
-    """Show progress, rate and time left on stderr: updated in place on a terminal, else a line
-    every 5 seconds."""
+    """Show progress, rate and time left on stderr: in place on a terminal, else one line every 5
+    seconds."""
 
     def __init__(self, title: str, total: int):
         self.title = title
@@ -110,10 +109,10 @@ class ProgressBar:
         self.done = 0
         self.terminal = sys.stderr.isatty()
         self.start = time.monotonic()
-        self.shown = self.start  # when it was last shown
+        self.shown = self.start  # time of the last update
 
     def add(self, size: int):
-        """Count bytes, and show the progress if that is due."""
+        """Count bytes, and show the progress if an update is due."""
         if not size:
             return
         self.done += size
@@ -125,7 +124,7 @@ class ProgressBar:
         self.shown = now
         line = self._line(now)
         if self.terminal:
-            line = f"\r{line}\033[K"  # over the one before
+            line = f"\r{line}\033[K"  # overwrite the last update
         if is_complete or not self.terminal:
             line += "\n"
         print(line, end="", file=sys.stderr, flush=True)
@@ -143,14 +142,14 @@ class ProgressBar:
 # --------------------------------------------------------------------------------------------------
 # The end of a program
 
-# What ends a program with a line instead of a traceback
+# Exceptions that end a program with one line instead of a traceback
 EXPECTED = (SpiderError, FloatingPointError, OSError, KeyboardInterrupt)
 
 
 def run_command(main: Callable[[], int | None], prog: str, interrupted: str = "") -> int:
     """Run a command and return its exit status.
 
-    interrupted: the line that Ctrl-C prints, see `handle_error`."""
+    interrupted: the line to print on Ctrl-C, see `handle_error`."""
     try:
         prepare_streams()
         status = main() or 0
@@ -163,14 +162,18 @@ def run_command(main: Callable[[], int | None], prog: str, interrupted: str = ""
 def handle_error(
     prog: str, fault: BaseException, interrupted: str = "", silent: bool = False
 ) -> int:
-    """Print the line of an expected error that ends a program; return the exit status.
+    """Print an expected error as one line; return the exit status of the program:
 
-    That is 2, or 1 for divergence. Ctrl-C is the line `interrupted`, if there is one, and the
-    status 130. A closed stdout is no error. silent: another process prints the line."""
+        KeyboardInterrupt   130; prints `interrupted`, if any
+        BrokenPipeError     0; prints nothing: stdout is closed, as with `| head`
+        Diverged            1
+        others of EXPECTED  2
+
+    silent: another process prints the line."""
     status = 2
     line = f"error: {fault}"
     match fault:
-        case BrokenPipeError():  # stdout is closed, as by `| head`
+        case BrokenPipeError():
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return 0
         case KeyboardInterrupt():
@@ -184,18 +187,18 @@ def handle_error(
     if line and not silent:
         print_error(prog, line)
     report = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if report:  # torchrun's traceback then ends with this line
+    if report:  # torchrun then ends its own report with this line
         failure = dict(message=line, extraInfo=dict(timestamp=int(time.time())))
         Path(report).write_text(json.dumps(dict(message=failure)))
     return status
 
 
 def prepare_streams():
-    """Open standard streams that the caller closed, as by `>&-`, on /dev/null, and let stdout take
-    any text.
+    """Open the standard streams that the caller closed, as with `>&-`, on /dev/null, and let stdout
+    take any text.
 
-    Else a file that is opened later takes the place of one, and messages are written into it."""
-    if sys.platform == "win32":  # it lacks SIGHUP, and directories there cannot be synced
+    A file opened later would get the descriptor of a closed stream, and the messages with it."""
+    if sys.platform == "win32":  # has no SIGHUP, and cannot sync directories
         raise UsageError("Windows is not supported: run this under WSL")
     descriptor = 0
     while descriptor <= 2:
@@ -209,9 +212,9 @@ def prepare_streams():
 
 
 def raise_on_signals():
-    """Make the signals that end a script raise exceptions: Ctrl-C KeyboardInterrupt, SIGTERM and
-    SIGHUP (a lost terminal) SystemExit. Then files that are not complete are deleted."""
+    """Turn signals that end a script into exceptions, so that incomplete files are deleted: Ctrl-C
+    into KeyboardInterrupt, SIGTERM and SIGHUP (a lost terminal) into SystemExit."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     for number in (signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
+        if signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores SIGHUP
             signal.signal(number, lambda number, _: sys.exit(128 + number))

@@ -1,4 +1,4 @@
-"""The machine: device, precision, compilation, memory, rates."""
+"""The machine: its device, precision, compilation, memory and speed; the log."""
 
 import ctypes
 import json
@@ -20,7 +20,7 @@ from loguru import logger
 from torch import Tensor, nn
 
 from spider.errors import TooLarge, UsageError, one_line
-from spider.threads import memory_limit
+from spider.threads import memory_limit, read_file
 
 if TYPE_CHECKING:
     import loguru
@@ -30,20 +30,20 @@ if TYPE_CHECKING:
 
 
 def resolve_device(name: str) -> torch.device:
-    """Choose the device; `auto` is the GPU, if there is one. Raise UsageError for one that PyTorch
-    cannot use."""
+    """Choose the device; `auto`: the GPU, if there is one. Raise UsageError if PyTorch cannot use
+    the device."""
     if name == "cpu":
         return torch.device("cpu")
-    with quiet():  # torch has a paragraph for an old driver
+    with quiet():  # torch prints a paragraph about an old driver
         has_gpu = torch.cuda.is_available()
     obstacle = None
     if not has_gpu:
         driver = driver_cuda_version()
         if driver and torch.version.cuda is None:
-            logger.warning("NVIDIA's GPU is not used: this PyTorch is made without CUDA")
+            logger.warning("the NVIDIA GPU is not used: this PyTorch was built without CUDA")
         obstacle = why_no_gpu(torch.version.cuda, driver)
     elif torch.version.hip:
-        logger.warning("nothing was tried on AMD's GPUs (ROCm)")
+        logger.warning("AMD GPUs (ROCm) are untested")
     else:
         capability = torch.cuda.get_device_capability()
         obstacle = why_no_code(capability, torch.cuda.get_arch_list())
@@ -51,61 +51,59 @@ def resolve_device(name: str) -> torch.device:
         obstacle = "no CUDA device is visible"
     if obstacle:
         raise UsageError(f"--device {name}: {obstacle}; or use --device cpu")
-    if has_gpu:
-        return torch.device("cuda")
-    return torch.device("cpu")
+    return torch.device("cuda" if has_gpu else "cpu")
 
 
 def driver_cuda_version() -> int:
-    """Return the CUDA version that NVIDIA's driver supports (12040: 12.4), 0 without a driver."""
+    """Return the CUDA version that the NVIDIA driver supports (12040: 12.4), 0 without a driver."""
     version = ctypes.c_int(0)
     with suppress(OSError, AttributeError):
         ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
     return version.value
 
 
-def why_no_gpu(made_for: str | None, driver: int) -> str | None:
+def why_no_gpu(built_for: str | None, driver: int) -> str | None:
     """Return why no GPU is visible although a driver is loaded, with the remedy; None without a
-    driver, or if this PyTorch is not made for CUDA.
+    driver, or if this PyTorch is built without CUDA.
 
-    made_for: the CUDA version of this PyTorch. driver: see driver_cuda_version."""
-    if made_for is None or driver == 0:
+    built_for: the CUDA version of this PyTorch. driver: see driver_cuda_version."""
+    if built_for is None or driver == 0:
         return None
     major = driver // 1000
     versions = (
-        f"no GPU is visible: this PyTorch is made for CUDA {made_for}, NVIDIA's driver supports "
-        f"CUDA {major}.{driver % 1000 // 10}"
+        f"no GPU is visible: this PyTorch is built for CUDA {built_for}, the NVIDIA driver "
+        f"supports CUDA {major}.{driver % 1000 // 10}"
     )
-    if major < int(made_for.partition(".")[0]):
+    if major < int(built_for.partition(".")[0]):
         return (
             f"{versions}: update the driver (CUDA 13 needs 580 or later), or install a PyTorch "
-            f"made for CUDA {major} (https://pytorch.org)"
+            f"built for CUDA {major} (https://pytorch.org)"
         )
-    return f"{versions}: look at nvidia-smi and CUDA_VISIBLE_DEVICES"
+    return f"{versions}: check nvidia-smi and CUDA_VISIBLE_DEVICES"
 
 
 def why_no_code(capability: tuple[int, int], architectures: Sequence[str]) -> str | None:
-    """Return why PyTorch has no code for a GPU, with the remedy, or None if it has.
+    """Return why this PyTorch cannot run on a GPU, with the remedy, or None if it can.
 
-    architectures: for which it has code, as torch lists them. sm_86 runs on 8.6 to 8.9; compute_86
-    is compiled for any later one."""
+    architectures: those that it has code for, as torch lists them. sm_86 runs on 8.6 to 8.9;
+    compute_86 is compiled at run time for 8.6 and any later GPU."""
     major, minor = capability
     for architecture in architectures:
-        kind, _, number = architecture.partition("_")
-        made_for = divmod(int(number.rstrip("af")), 10)
-        runs = made_for[0] == major and made_for[1] <= minor
-        if runs or (kind == "compute" and made_for <= capability):
+        code, _, number = architecture.partition("_")
+        built_for = divmod(int(number.rstrip("af")), 10)
+        runs = built_for[0] == major and built_for[1] <= minor
+        if runs or (code == "compute" and built_for <= capability):
             return None
     return (
         f"this PyTorch has no code for a GPU of compute capability {major}.{minor}, only for "
-        f"{', '.join(architectures)}: install one that has (https://pytorch.org)"
+        f"{', '.join(architectures)}: install one that has it (https://pytorch.org)"
     )
 
 
 def resolve_compile(name: str, device: torch.device) -> bool:
-    """Decide whether to compile the layers. If torch.compile does not work here, log why for `auto`
-    and raise UsageError for `on`."""
-    if name == "off" or (name == "auto" and device.type == "cpu"):  # it takes minutes there
+    """Decide whether to compile the layers. If torch.compile does not work here, log why (`auto`)
+    or raise UsageError (`on`)."""
+    if name == "off" or (name == "auto" and device.type == "cpu"):  # a CPU takes minutes to compile
         return False
     obstacle = obstacle_to_compile(device)
     if name == "on" and obstacle:
@@ -116,10 +114,10 @@ def resolve_compile(name: str, device: torch.device) -> bool:
 
 
 def obstacle_to_compile(device: torch.device) -> str | None:
-    """Return why torch.compile does not work here, with the remedy, or None.
+    """Return why torch.compile does not work here, with the remedy, or None if it works.
 
-    Compile a small function and compare its value and gradient with eager mode. That takes seconds
-    if nothing is cached.
+    Compile a small function and compare its value and gradient with eager mode, which takes seconds
+    unless the result is cached.
     """
 
     def small_function(x: Tensor) -> Tensor:
@@ -132,13 +130,13 @@ def obstacle_to_compile(device: torch.device) -> str | None:
             y = function(x)
             results.append((y, *torch.autograd.grad(y, x)))
         torch.testing.assert_close(*results, rtol=1e-3, atol=1e-3)
-    except Exception as fault:  # whatever Triton, its C compiler and its cache provoke
+    except Exception as fault:  # anything that Triton, its C compiler or its cache raises
         return describe_compile_error(fault, device)
     return None
 
 
 def describe_compile_error(fault: Exception, device: torch.device) -> str:
-    """Describe a failure of torch.compile in one line, with what it needs."""
+    """Describe a failure of torch.compile in one line, with what torch.compile needs."""
     lines = str(fault).strip().splitlines()
     reason = lines[0][:200] if lines else type(fault).__name__
     needs = "a C++ compiler and Python's headers (python3-dev)"
@@ -148,10 +146,10 @@ def describe_compile_error(fault: Exception, device: torch.device) -> str:
 
 
 def resolve_precision(name: str, device: torch.device) -> str:
-    """Choose the precision.
+    """Choose the precision; `auto`: bf16 if the hardware has it, else fp32.
 
-    `auto` is bf16 where the hardware has it, else fp32. It is never fp8, until a GPU has shown that
-    fp8 pays. Raise UsageError for one that the GPU does not have.
+    `auto` never chooses fp8, until a GPU has shown that fp8 pays. Raise UsageError if the GPU does
+    not have the precision.
     """
     if device.type == "cuda":
         if name == "fp8" and not has_fp8(device):
@@ -172,14 +170,14 @@ def resolve_precision(name: str, device: torch.device) -> str:
 
 
 def has_fp8(gpu: torch.device) -> bool:
-    """Return whether a GPU has FP8 products."""
+    """Return whether a GPU has FP8 matrix products."""
     return torch.cuda.get_device_capability(gpu) >= (8, 9)
 
 
 def has_bf16(device: torch.device) -> bool:
-    """Return whether the hardware has bf16 products.
+    """Return whether the hardware has bf16 matrix products.
 
-    Emulated on a CPU, they take a hundred times as long as those in fp32.
+    If a CPU emulates them, they take a hundred times as long as fp32 products.
     """
     if device.type == "cuda":
         return torch.cuda.is_bf16_supported(including_emulation=False)
@@ -191,7 +189,7 @@ def has_bf16(device: torch.device) -> bool:
 
 
 def memory_of(device: torch.device, local_ranks: int = 1) -> float:
-    """Return the memory in bytes of the GPU, or a local rank's share of that of the machine or
+    """Return the GPU's memory in bytes, or a local rank's part of the memory of the machine or
     container."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
@@ -200,62 +198,55 @@ def memory_of(device: torch.device, local_ranks: int = 1) -> float:
 
 
 def proc_bytes(file: str, field: str) -> float:
-    """Return a field of a file in /proc, in bytes; 0 where there is none, as on macOS."""
-    if not Path(file).exists():
-        return 0
-    match = re.search(rf"{field}:\s*(\d+) kB", Path(file).read_text())
+    """Return a field of a file in /proc, in bytes; 0 without /proc, as on macOS."""
+    match = re.search(rf"{field}:\s*(\d+) kB", read_file(Path(file)))
     return 1024 * int(match[1]) if match else 0
 
 
 def process_memory(field: str) -> float:
-    """Return the bytes of this process: VmRSS, resident now, or VmHWM, the peak."""
-    # getrusage's maximum includes that of the parent process
+    """Return this process's memory in bytes: VmRSS, resident now, or VmHWM, the peak."""
+    # getrusage's maximum includes the parent process's
     return proc_bytes("/proc/self/status", field)
 
 
 def free_memory(device: torch.device) -> float:
-    """Return the free bytes of the GPU, or at most those of the machine or container."""
+    """Return the free bytes of the GPU, or an upper bound for the machine or container."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    available = proc_bytes("/proc/meminfo", "MemAvailable")
-    if available == 0:
-        return memory_of(device)
+    available = proc_bytes("/proc/meminfo", "MemAvailable") or math.inf
     return min(available, memory_of(device))
 
 
 def check_pinnable(n_bytes: int):
-    """Raise RuntimeError, as CUDA does, if so much page-locked memory would leave less than a
-    quarter of the host's to others, since the kernel cannot reclaim it."""
+    """Raise RuntimeError, as CUDA does, if pinning this many bytes, which the kernel then cannot
+    reclaim, would leave less than a quarter of the host's memory free."""
     host = torch.device("cpu")
     if free_memory(host) - n_bytes < memory_of(host) / 4:
         raise RuntimeError("the host has little memory left")
 
 
 def peak_memory(device: torch.device) -> float:
-    """Return the peak memory so far in GB, of the GPU or of the process."""
+    """Return the peak memory so far, of the GPU or of the process, in GB."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 1e9
     return process_memory("VmHWM") / 1e9
 
 
 def reset_peak_memory(device: torch.device):
-    """Let the GPU have back what torch keeps for later, and measure the peak from now on."""
+    """Return torch's cached memory to the GPU, and measure the peak from now on."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
 
 
-# numbers of mallopt's parameters, from malloc.h
+# mallopt's parameters, from malloc.h
 M_TRIM_THRESHOLD = -1
 M_TOP_PAD = -2
 M_MMAP_MAX = -4
 
 
 def keep_freed_memory():
-    """Let glibc keep freed memory.
-
-    Returned to the kernel, it would have to be faulted in again page by page.
-    """
+    """Let glibc keep freed memory, which the kernel would have to fault in again page by page."""
     with suppress(OSError, AttributeError):  # another C library: nothing to set
         libc = ctypes.CDLL("libc.so.6")
         libc.mallopt(M_MMAP_MAX, 0)
@@ -263,9 +254,9 @@ def keep_freed_memory():
         libc.mallopt(M_TOP_PAD, 1 << 26)
 
 
-# How errors begin: of host memory that CUDA cannot lock, of a GPU that another program has filled
+# Raised if CUDA cannot pin more host memory, or if another program has filled the GPU
 CUDA_IS_FULL = "CUDA error: out of memory"
-# oneDNN's error without memory; "... primitive descriptor" means an operation that it does not have
+# The whole message; "... primitive descriptor" means an operation that oneDNN does not have
 ONEDNN_IS_FULL = "could not create a primitive"
 
 
@@ -281,33 +272,33 @@ def is_out_of_memory(fault: Exception) -> bool:
 
 @contextmanager
 def memory_advice(advice: str) -> Iterator[None]:
-    """Turn an out-of-memory error inside into TooLarge, with advice."""
+    """Turn an out-of-memory error into TooLarge, with advice."""
     try:
         yield
     except (MemoryError, RuntimeError) as fault:
         if not is_out_of_memory(fault):
             raise
         if CUDA_IS_FULL in str(fault):
-            advice = "CUDA can lock no more host memory, or another program uses the GPU"
+            advice = "CUDA can pin no more host memory, or another program uses the GPU"
         asked = re.search(r"llocate ([\d.]+ \w+)", str(fault))
         requested = f" ({asked[1]} requested)" if asked else ""
         raise TooLarge(f"out of memory{requested}: {advice}") from fault
 
 
 # --------------------------------------------------------------------------------------------------
-# Rates and the log
+# Speed and the log
 
 
 @lru_cache
 def matmul_rate(device: torch.device) -> float:
-    """Measure the FLOP/s of a bf16 matrix product, the best of three. On a CPU without bf16 it is
-    in fp32."""
+    """Measure the FLOP/s of a matrix product in bf16 (fp32 on a CPU without bf16): best of
+    three."""
     n = 8192 if device.type == "cuda" else 1024
     dtype = torch.bfloat16 if has_bf16(device) else torch.float32
     generator = torch.Generator(device).manual_seed(0)
     x = torch.empty(n, n, device=device).normal_(generator=generator).to(dtype)
     best = math.inf
-    for _ in range(4):  # the first one is a warm-up
+    for _ in range(4):  # the first is a warm-up
         start = time.perf_counter()
         y = x @ x
         float(y[0, 0])  # waits for the device
@@ -316,8 +307,8 @@ def matmul_rate(device: torch.device) -> float:
 
 
 def read_trace(path: Path) -> tuple[float, int]:
-    """Return for how many ms a GPU works in a trace that torch's profiler wrote, and the number of
-    kernels and copies. What runs at the same time counts once."""
+    """Return how many ms the GPU is busy in a trace by torch's profiler, and the number of kernels
+    and copies. Overlapping kernels count once."""
     events = json.loads(path.read_text())["traceEvents"]
     intervals = sorted(
         (event["ts"], event["ts"] + event["dur"])
@@ -337,13 +328,13 @@ def escape_message(record: "loguru.Record"):
     record["message"] = one_line(record["message"])
 
 
-HANDLERS = [0]  # of loguru: its default, then ours
+HANDLERS = [0]  # loguru's default handler, later ours
 
 
 def start_log(level: str = "INFO"):
-    """Send log lines to stderr, with the time. Handlers of the caller's program stay."""
+    """Send log lines to stderr, with the time. Keep the handlers of the caller's program."""
     while HANDLERS:
-        with suppress(ValueError):  # the caller has removed it
+        with suppress(ValueError):  # the caller may have removed it
             logger.remove(HANDLERS.pop())
     logger.configure(patcher=escape_message)
     HANDLERS.append(logger.add(sys.stderr, format="{time:HH:mm:ss} {message}", level=level))
@@ -351,8 +342,7 @@ def start_log(level: str = "INFO"):
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Silence warnings and logs inside, since some libraries report their missing optional
-    dependencies."""
+    """Silence warnings and logs: some libraries report missing optional dependencies."""
     logging.disable(logging.WARNING)
     try:
         with warnings.catch_warnings():
@@ -363,13 +353,13 @@ def quiet() -> Iterator[None]:
 
 
 def configure_torch(device: torch.device, deterministic: bool):
-    """Set what torch has one of in a process. Call it before the first work on the device."""
+    """Set torch's process-wide options. Call it before the first work on the device."""
     if device.type == "cpu":
         keep_freed_memory()
-    if deterministic != torch.are_deterministic_algorithms_enabled():  # also of a run before
+    if deterministic != torch.are_deterministic_algorithms_enabled():  # an earlier run may differ
         torch.use_deterministic_algorithms(deterministic)
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        # Filling new memory takes time, and helps only code that reads it before it writes there.
+        # Filling new memory costs time, and helps only code that reads memory before writing it.
         settings = torch.utils.deterministic
         settings.fill_uninitialized_memory = False  # type: ignore[attr-defined]

@@ -1,9 +1,13 @@
-"""The command line as users meet it: help, start, smoke run, dry run, errors of one line."""
+"""Command lines as users meet them: help, start, bad flags, smoke run, dry run."""
 
+import ast
 import os
 import re
 import shutil
 import signal
+import subprocess
+import sys
+import tomllib
 from concurrent.futures import ThreadPoolExecutor
 from importlib import metadata
 from pathlib import Path
@@ -11,6 +15,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import bench
+import data
+import sample
 import train
 from conftest import (
     ROOT,
@@ -27,7 +34,17 @@ from conftest import (
 from jobs import command
 from spider import machine
 from spider.data.prepare import ShardWriter
+from spider.errors import UsageError
+from spider.flags import OTHER_NAMES
 from spider.training.checkpoint import find_checkpoints
+from test_docs import flags_of
+
+PARSERS = {
+    "train.py": train.parse_args,
+    "sample.py": sample.parse_args,
+    "data.py": data.parse_args,
+    "bench.py": bench.measure,
+}
 
 # --------------------------------------------------------------------------------------------------
 # The start
@@ -85,6 +102,76 @@ def test_before_torch_is_imported_its_allocator_is_set_and_ctrl_c_needs_no_trace
     done = run_python(INTERRUPTED_AT_TORCH)
     assert (done.returncode, done.stderr) == (-signal.SIGINT, "")
     assert done.stdout == "expandable_segments:True\n"
+
+
+@pytest.mark.parametrize("script", PARSERS)
+def test_missing_packages_are_one_line_and_status_2(script):
+    """-S hides all that was installed."""
+    argv = [sys.executable, "-S", script]
+    done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, env={})
+    (found,) = done.stderr.splitlines()
+    assert done.returncode == 2
+    assert "has no numpy, torch, loguru, filelock: activate the environment" in found
+
+
+@pytest.mark.parametrize("script", PARSERS)
+def test_old_python_is_refused_by_the_first_import(script):
+    old = "import runpy, sys; sys.version_info = (3, 10); runpy.run_path(sys.argv[1])"
+    argv = [sys.executable, "-c", old, script]
+    done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, env={})
+    assert "ImportError: Spider needs Python 3.11 or newer" in done.stderr.splitlines()[-1]
+    for path in (script, "spider/__init__.py"):  # what runs before it, in the old syntax
+        ast.parse((ROOT / path).read_text(), feature_version=(3, 10))
+
+
+# --------------------------------------------------------------------------------------------------
+# Bad command lines
+
+
+@pytest.mark.parametrize(
+    "command, remedy",
+    (
+        ("train.py --seq-len 64", "unknown flag --seq-len: use --seq_len"),
+        ("train.py --learnin_rate 1", "the nearest is --lr"),
+        ("train.py --training.steps 9", "unknown flag --training.steps: use --target_tokens"),
+        ("train.py --zzz 1 --depth=4", "unknown flag --zzz; unknown flag --depth: use --model"),
+        ("train.py config/train_shakespeare_char.py --device=cpu", "with --config"),
+        ("train.py --no_keep_best", "use --keep_best=False"),
+        (
+            "train.py input.txt",
+            "word input.txt: give a text with --text, shards with --data_dir",
+        ),
+        ("bench.py --model huge", "see python bench.py --help"),
+        ("train.py --target_tokens 1M", "'1M' is not a whole number that is at least 1 (give 1e6"),
+        ("train.py --target_flops 1.5k", "give 1e6 for 1M"),
+        ("train.py --lr nan", "at most 1,000; see"),
+        ("train.py --keep_best=1", "--keep_best: '1' is neither True nor False"),
+        ("train.py --lr=--", "--lr: -- is not a value"),
+        ("train.py --sample_prompt -x", "(write --NAME=VALUE if the value begins with -)"),
+        ("data.py prepare a --output b", "use --out; see python data.py prepare --help"),
+        ("bench.py --onlly=machine", "the nearest is --only"),
+    ),
+)
+def test_a_bad_command_line_names_what_to_give(command, remedy):
+    script, *words = command.split()
+    with pytest.raises(UsageError) as raised:
+        PARSERS[script](words)
+    assert remedy in str(raised.value)
+
+
+def test_names_of_other_projects_mean_flags_that_exist():
+    others = tomllib.loads(OTHER_NAMES.read_text())
+    flags = {script: flags_of(script.removesuffix(".py")) for script in PARSERS}
+    flags["data.py"] = flags_of("data", "prepare")
+    for script, table in others.items():
+        for remedy, names in table.items():
+            meant = next((other for other in PARSERS if other in remedy), script)
+            assert set(re.findall(r"--\w+", remedy)) <= flags[meant]
+            assert not flags[script] & {f"--{name}" for name in names.split()}
+
+
+def test_flags_in_a_list_may_be_numbers():
+    assert sample.parse_args(["--seed", 3]).seed == 3
 
 
 # --------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import pytest
 import train
 from conftest import ROOT, SMALL
 from jobs import until
-from test_common import PARSERS
+from test_command_line import PARSERS
 from test_docs import flags_of
 from train import command_line
 

@@ -334,7 +334,7 @@ REFUSALS = [
         "1 without a text in 'text' (x.json:1: it has a:",
     ),
     ({}, "prepare x.txt --out o", "x.txt: no such file"),
-    ({}, "prepare https://host/x.txt --out o", "x.txt: an address: download it first"),
+    ({}, "prepare https://host/x.txt --out o", "x.txt: a URL: download it first"),
     ({"in/x.log": b"a"}, "prepare in --out o", "in: no text, code, JSON or table file: `data.py"),
     ({"x.txt": b"a"}, "prepare x.txt --ext .py,.md --out o", "x.txt: no .py .md file"),
     ({}, "prepare x.txt --out o --val_fraction 1", "--val_fraction: '1' is not a number"),

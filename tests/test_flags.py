@@ -233,8 +233,8 @@ def test_each_choice_of_a_flag_has_an_effect_of_its_own(name, effect_of):
         ("a = " + "[" * 100_000, ""),
         (b"\xff", ""),
         (None, "No such file"),
-        ('config = "a"', "config is set already"),
-        ("lr = 1\n[x]\nlr = 2", "lr is set already"),
+        ('config = "a"', "config is already set"),
+        ("lr = 1\n[x]\nlr = 2", "lr is already set"),
     ),
 )
 def test_a_bad_config_file_is_one_line_with_its_name(tmp_path, text, fault):

@@ -16,7 +16,7 @@ from spider.training import state
 NO_GPU = (
     ("13.0", 0, None),
     ("13.0", 12040, "CUDA 13.0, .*supports CUDA 12.4: update the driver .*580"),
-    ("12.8", 12040, "CUDA 12.8, .*supports CUDA 12.4: look at nvidia-smi"),
+    ("12.8", 12040, "CUDA 12.8, .*supports CUDA 12.4: check nvidia-smi"),
 )
 
 
@@ -65,8 +65,8 @@ def check_device(chosen: str, obstacle: str | None):
 @pytest.mark.parametrize(
     "present, device, line",
     (
-        ("torch.version.hip", "cuda", "nothing was tried on AMD's GPUs (ROCm)"),
-        ("spider.machine.driver_cuda_version", "cpu", "this PyTorch is made without CUDA"),
+        ("torch.version.hip", "cuda", "AMD GPUs (ROCm) are untested"),
+        ("spider.machine.driver_cuda_version", "cpu", "this PyTorch was built without CUDA"),
     ),
 )
 def test_a_gpu_that_is_untried_or_unused_is_logged(monkeypatch, new_log, present, device, line):

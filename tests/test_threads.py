@@ -1,4 +1,4 @@
-"""spider/threads.py: how many threads, and how they wait."""
+"""spider/threads.py: threads, the allocator, the limits of containers."""
 
 import math
 import os
@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from conftest import ROOT
+from spider import threads
 from spider.threads import SPIN_LIMITS, cpu_quota, idle_threads_spin, memory_limit, set_threads
 
 V1 = "4:memory:/job\n3:cpuacct,cpu:/job\n"
@@ -84,6 +85,28 @@ def test_threads_are_set_before_torch_is_imported_and_a_warning_says_that_it_is_
     done = subprocess.run(command, env=environ, capture_output=True, text=True)
     assert done.stdout.split() == [SPIN_LIMITS["GOMP_SPINCOUNT"]], done.stderr
     assert ("torch is already imported" in done.stderr) == bool(first)
+
+
+NEW = "PYTORCH_ALLOC_CONF"
+OLD = "PYTORCH_CUDA_ALLOC_CONF"
+
+
+@pytest.mark.parametrize(
+    "kernel, before, after",
+    (
+        ("6.8.0-45-generic", {}, {NEW: "expandable_segments:True"}),
+        ("6.8.0-45-generic", {OLD: "x"}, {OLD: "x"}),
+        ("6.18.33.2-microsoft-standard-WSL2", {}, {}),
+    ),
+)
+def test_allocator_extends_segments_unless_the_user_chose_or_wsls_drivers_refuse(
+    monkeypatch, kernel, before, after
+):
+    environ = dict(before)
+    monkeypatch.setattr(os, "environ", environ)
+    monkeypatch.setattr("platform.release", lambda: kernel)
+    threads.set_allocator()
+    assert environ == after
 
 
 IMPORTS = """

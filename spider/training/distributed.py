@@ -1,17 +1,17 @@
-"""Several ranks: the process group (`World`), and a model sharded or replicated over it by FSDP2.
+"""Several ranks: the process group (`World`), and a model sharded or replicated by FSDP2.
 
     torchrun --standalone --nproc_per_node 8 train.py ... --shards 4     # 2 replicas of 4 shards
 
 The mesh is (replicas, shards), rank = replica * shards + shard. Every rank runs the same
-collectives. Whatever ends the loop or skips an update is a number in the all-reduce of each step,
-before its update. If a rank dies, torchrun names it and ends the others, and the same command
-resumes from the newest checkpoint.
+collectives. Decisions that all ranks must share (stop, skip an update) travel as numbers in each
+step's all-reduce, before the update. If a rank dies, torchrun names it and ends the others; then
+the same command resumes from the newest checkpoint.
 
 `shard_model` calls fully_shard. Its groups are each byte block, the core, and the rest; the core is
 gathered once for all its loops. Optimizers see this rank's rows of each parameter as plain tensors.
 Engram tables are not sharded: their gradients are all-reduced once per step. `sharding_of` returns
-a model's `Sharding`, whose subclass `Sharded` is that of several ranks. state.py gathers and
-distributes what a checkpoint holds.
+a model's `Sharding`, on several ranks its subclass `Sharded`. state.py gathers and distributes
+checkpoints.
 """
 
 import math
@@ -31,23 +31,26 @@ import torch.distributed as dist
 from loguru import logger
 from torch import Tensor, nn
 
-# torch._C adds it to the module
+# torch._C adds this function to the module
 from torch.multiprocessing import _prctl_pr_set_pdeathsig  # type: ignore[attr-defined]
 
 from spider import threads
 from spider.errors import UsageError, WorldError
 from spider.model.memory import EngramTable, tables_of
 
-if TYPE_CHECKING:  # their import takes most of a second, and one process does not need them
+if TYPE_CHECKING:
+    # importing this takes most of a second, and a single process does not need it
     from torch.distributed.device_mesh import DeviceMesh
+
+    from spider_model import Spider
 
 # --------------------------------------------------------------------------------------------------
 # Ranks
 
 
 def rank_and_count(environ: Mapping[str, str], rank_name: str, count_name: str) -> tuple[int, int]:
-    """Return a rank and the number of ranks, (0, 1) by default, from variables of these names.
-    Raise WorldError if they contradict one another."""
+    """Read a rank and the number of ranks from environment variables with these names; default:
+    (0, 1). Raise WorldError if they contradict each other."""
     count = environ.get(count_name) or "1"
     rank = environ.get(rank_name) or ("0" if count == "1" else "")
     are_numbers = rank.isdecimal() and count.isdecimal()
@@ -67,12 +70,12 @@ SLOW_START = (
 
 
 class World:
-    """The ranks of a run, a single process until `join`. Without torchrun collectives do
+    """The ranks of a run: a single process until `join`. Without torchrun, collectives do
     nothing."""
 
     def __init__(self, environ: Mapping[str, str] = os.environ, device: str | torch.device = "cpu"):
-        """environ: torchrun's variables; {} for a single process, whatever is set. Raise WorldError
-        if they contradict one another."""
+        """environ: torchrun's variables; {} makes a single process, whatever is set. Raise
+        WorldError if they contradict each other."""
         self.rank, self.ranks = rank_and_count(environ, "RANK", "WORLD_SIZE")
         self.local_rank, self.local_ranks = rank_and_count(
             environ, "LOCAL_RANK", "LOCAL_WORLD_SIZE"
@@ -84,7 +87,7 @@ class World:
 
     @property
     def is_rank0(self) -> bool:
-        """Return whether this is the rank that logs and writes files."""
+        """Return whether this rank logs and writes files."""
         return self.rank == 0
 
     @property
@@ -100,45 +103,45 @@ class World:
         return self.ranks // self.shards
 
     def join(self, device: torch.device, shards: int, timeout: float):
-        """Join the other ranks, each on its own device of a type, and arrange all as replicas of
-        `shards` shards. Raise WorldError if that is not possible.
+        """Join the other ranks, each on a device of its own, and arrange all ranks as replicas of
+        `shards` shards. Raise WorldError if that fails.
 
-        timeout: seconds, of collectives."""
+        timeout: limit for each collective, in seconds."""
         if self.ranks % shards:
             raise WorldError(f"--shards {shards} does not divide {self.ranks} ranks: use a divisor")
         self.device = device
         self.shards = shards
         if self.by_torchrun:
-            # After SIGKILL torchrun could not stop its ranks, and they would train on unseen: the
-            # kernel sends this when the thread ends that started this process, its main thread.
+            # If torchrun is killed, it cannot stop its ranks, and they would train on unseen. So
+            # the kernel sends SIGTERM when torchrun's main thread, which started them, ends.
             _prctl_pr_set_pdeathsig(signal.SIGTERM)
             if os.getppid() != threads.PARENT_PID:  # the parent died before this call
                 os.kill(os.getpid(), signal.SIGTERM)
         if self.ranks == 1:
             return
         if device.type == "cuda":
-            # Slurm may show a process its own GPU alone, with index 0, or all GPUs of the node.
+            # Slurm shows a process either its own GPU only, with index 0, or all GPUs of the node
             self.device = torch.device("cuda", self.local_rank % torch.cuda.device_count())
             torch.cuda.set_device(self.device)
         warning = threading.Timer(60.0, logger.warning, [SLOW_START])
-        warning.daemon = True  # it must not keep a process that ends
+        warning.daemon = True  # must not keep the process alive
         warning.start()
         try:
             self._start_groups(timedelta(seconds=timeout))
-            self.all(True)  # rank 0 may hold the store: it must not end while others still connect
+            self.all(True)  # rank 0, which may hold the store, must not end while others connect
         except (RuntimeError, ValueError) as fault:
             raise WorldError(
                 f"rank {self.rank} of {self.ranks} cannot reach the others: "
-                f"{str(fault).splitlines()[0]}: start all with torchrun, with the same "
+                f"{str(fault).splitlines()[0]}: start all ranks with torchrun and the same "
                 f"--rdzv_endpoint"
             ) from None
         finally:
             warning.cancel()
 
     def _start_groups(self, timeout: timedelta):
-        """Start the process group of all ranks, and those of the mesh's dimensions."""
+        """Start the process group of all ranks, and the groups of the mesh's dimensions."""
         store, _, _ = next(dist.rendezvous("env://", self.rank, self.ranks, timeout=timeout))
-        # torchrun's own store survives --max-restarts, with the addresses of dead ranks.
+        # torchrun's own store survives --max-restarts, with the addresses of dead ranks
         attempt = "0"
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
             attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
@@ -157,54 +160,54 @@ class World:
         self.mesh = dist.init_device_mesh(
             self.device.type, (self.replicas, self.shards), mesh_dim_names=("replicas", "shards")
         )
-        for dimension in ("replicas", "shards"):  # else torch's own timeout, half an hour
+        for dimension in ("replicas", "shards"):  # torch's default is half an hour
             dist.distributed_c10d._set_pg_timeout(timeout, self.group(dimension))
 
     def _require_own_gpu(self, store: dist.Store):
-        """Raise UsageError, on all ranks, if two have the same GPU: NCCL would fail with a message
-        about its inside."""
+        """Raise UsageError on all ranks if two of them have the same GPU: NCCL would fail with a
+        message about its internals."""
         store.set(f"gpu{self.rank}", str(torch.cuda.get_device_properties(self.device).uuid))
         gpus = store.multi_get([f"gpu{rank}" for rank in range(self.ranks)])
         store.set(f"read{self.rank}", "")
-        if self.is_rank0:  # it may hold the store
+        if self.is_rank0:  # may hold the store, so it waits for the others
             store.wait([f"read{rank}" for rank in range(self.ranks)])
         shared = [str(rank) for rank, gpu in enumerate(gpus) if gpus.count(gpu) > 1]
         if shared:
             raise UsageError(
                 f"ranks {', '.join(shared)} of {self.ranks} would share GPUs: start at most one "
-                f"process per GPU of a host (here {torch.cuda.device_count()}), each with its "
+                f"process per GPU of a host (here {torch.cuda.device_count()}), each with its own "
                 f"LOCAL_RANK"
             )
 
     def leave(self):
-        """Leave the process group, where all ranks do. After an error of one rank the process just
-        ends, since this could hang."""
+        """Leave the process group, together with all ranks. After an error on one rank, the process
+        just ends, since leaving could hang."""
         if self.mesh is not None:
             dist.destroy_process_group()
 
     def group(self, dimension: str) -> dist.ProcessGroup:
-        """Return this rank's process group along a dimension of the mesh, `replicas` or
+        """Return this rank's process group along a dimension of the mesh: `replicas` or
         `shards`."""
         assert self.mesh is not None, "one rank has no groups"
         return self.mesh.get_group(dimension)
 
     def sum(self, values: Tensor) -> Tensor:
-        """All-reduce values in place, as a sum."""
+        """Sum values over all ranks, in place."""
         if self.ranks > 1:
             dist.all_reduce(values)
         return values
 
     def all(self, holds: bool) -> bool:
-        """Return whether something holds on all ranks."""
+        """Return whether a condition holds on all ranks."""
         return int(self.sum(torch.tensor(int(holds), device=self.device))) == self.ranks
 
     def on_rank0(self, work: Callable, for_others: Callable = lambda result: result):
-        """Run `work` on rank 0, and return its result (or raise its error) on every rank; the other
-        ranks get `for_others(result)`, which is sent to them."""
+        """Run `work` on rank 0 and return its result, or raise its error, on every rank. The other
+        ranks receive `for_others(result)`."""
         if self.ranks == 1:
             return work()
         result = None
-        broadcast: list[Any] = [None, None]  # result and error; torch receives into it
+        broadcast: list[Any] = [None, None]  # result, error; torch receives into this list
         if self.is_rank0:
             try:
                 result = work()
@@ -219,8 +222,8 @@ class World:
 
     def distribute(self, batches: Iterable) -> Iterator[tuple[Any, int]]:
         """Distribute batches over ranks: yield (batch, 1), or (another rank's batch, 0) if this
-        rank has none left but must join the collectives. Batches are read as they are needed: all
-        windows of a text to score may not fit into memory."""
+        rank has no batch left but must join the collectives. Read batches only when they are
+        needed: a long text's windows may not fit into memory together."""
         remaining = iter(batches)
         while turn := list(islice(remaining, self.ranks)):
             if self.rank < len(turn):
@@ -230,17 +233,17 @@ class World:
 
 
 # --------------------------------------------------------------------------------------------------
-# The parameters and gradients of a model, on one rank or on several
+# A model's parameters and gradients, on one rank or on several
 
 
 @dataclass
 class ShardedParameter:
-    """A sharded parameter."""
+    """A parameter that FSDP has sharded."""
 
     name: str
     dtensor: nn.Parameter  # FSDP's, a DTensor
     local: nn.Parameter  # this rank's rows in the same memory, as a plain tensor for the optimizer
-    bounds: list[int]  # first row of each shard, and the number of rows
+    bounds: list[int]  # first row of each shard, then the number of rows
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -248,31 +251,31 @@ class ShardedParameter:
 
 
 class Sharding:
-    """How a model is spread over ranks, as shards, replicas or both: not at all, in this base class
-    for one process."""
+    """How a model is spread over ranks, as shards, replicas or both. This base class is for one
+    process."""
 
     world = World({})
     ranks = 1
     params: Sequence[ShardedParameter] = ()
 
     def parameters(self, model: nn.Module) -> dict[str, nn.Parameter]:
-        """Return the parameters for the optimizers by name; for a sharded model, this rank's
+        """Return the parameters for the optimizers by name: of a sharded model, this rank's
         rows."""
         params = dict(model.named_parameters())
         for param in self.params:
             params[param.name] = param.local
         return params
 
-    def backward(self, model: Any, loss: Tensor, last: bool):
-        """Run the backward pass of a micro-step. `loss`: this rank's term of the sum over ranks;
-        `last`: whether this is the last micro-step."""
+    def backward(self, model: nn.Module, loss: Tensor, last: bool):
+        """Run the backward pass of a micro-step. loss: this rank's term of the sum over ranks.
+        last: whether this is the last micro-step."""
         loss.backward()
 
     def all_reduce_step(self, params: Sequence[Tensor], numbers: Tensor) -> tuple[Tensor, Tensor]:
-        """Sum a step's numbers (float64) over ranks; return the norm of the gradients of `params`,
-        and the sums."""
+        """Sum a step's numbers (float64) over ranks; return the gradient norm of `params` and the
+        sums."""
         grads = [p.grad for p in params if p.grad is not None]
-        if not grads:  # all frozen but the tables
+        if not grads:  # everything is frozen except the tables
             return numbers.new_zeros((), dtype=torch.float32), numbers
         norms = torch.stack(torch._foreach_norm(grads))
         return torch.linalg.vector_norm(norms), numbers
@@ -290,17 +293,17 @@ def sharding_of(model: nn.Module) -> Sharding:
 
 
 class Sharded(Sharding):
-    """A model on several ranks by FSDP: this rank's rows of its parameters, and the collectives of
-    training. With one shard each rank has all rows, a replica of the model."""
+    """A model on several ranks with FSDP: this rank's rows of its parameters, and the collectives
+    of training. With one shard, each rank has all rows: a replica of the model."""
 
     def __init__(self, world: World, params: list[ShardedParameter]):
         self.world = world
         self.ranks = world.ranks
         self.params = params
 
-    def backward(self, model: Any, loss: Tensor, last: bool):
-        model.set_requires_gradient_sync(last)
-        model.set_reshard_after_backward(last)
+    def backward(self, model: nn.Module, loss: Tensor, last: bool):
+        model.set_requires_gradient_sync(last)  # type: ignore[operator]  # FSDPModule's
+        model.set_reshard_after_backward(last)  # type: ignore[operator]
         (loss * self.ranks).backward()  # FSDP takes the mean over ranks
 
     def all_reduce_step(self, params: Sequence[Tensor], numbers: Tensor) -> tuple[Tensor, Tensor]:
@@ -308,9 +311,9 @@ class Sharded(Sharding):
         for param in self.params:
             grad: Any = param.dtensor.grad
             param.local.grad = None if grad is None else grad.to_local()
-            param.dtensor.grad = None  # else the next step's gradient would be added to it
+            param.dtensor.grad = None  # the next step would add to it
         norms = torch._foreach_norm([p.grad for p in params if p.grad is not None])
-        # the square of all rows once: every replica has them
+        # every replica has all rows, but the norm counts them once
         square = torch.stack(norms).double().square().sum() / self.world.replicas
         sums = self.world.sum(torch.cat((square[None], numbers)))
         return sums[0].sqrt().float(), sums[1:]
@@ -325,21 +328,21 @@ class Sharded(Sharding):
 # Sharding
 
 
-def shard_model(model: Any, world: World, grad_accum: int):
-    """Shard a spider_model.Spider that every rank holds whole, and set its `sharding`. With one
-    rank, do nothing."""
+def shard_model(model: "Spider", world: World, grad_accum: int):
+    """Shard a model that every rank has whole, and set its `sharding`. With one rank, do
+    nothing."""
     if world.ranks == 1:
         return
     from torch.distributed.fsdp import fully_shard
 
     tables = {table.weight for table in tables_of(model)}
     rows = {name: len(p) for name, p in model.named_parameters() if p.ndim}
-    # FSDP warns of views among outputs, in case they are written to; here they are not.
+    # FSDP warns about outputs that are views, which must not be written to; nothing here does
     warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
     # With gradient accumulation, weights stay gathered and gradients unsharded until the end of the
-    # step: that costs memory, but communicates only once per step.
+    # step, which costs memory but communicates only once per step
     reshards = grad_accum == 1 and world.shards > 1
-    model.casts_early = False  # a group's weights are cast in its forward
+    model.casts_early = False  # each group's weights are cast in its forward
     core = [] if model.core is None else [model.core]
     grouped: set[nn.Module] = set()
     for group in (*model.prelude, *core, *model.coda, model):
@@ -349,7 +352,7 @@ def shard_model(model: Any, world: World, grad_accum: int):
             group,
             mesh=world.mesh,
             ignored_params=tables,
-            # the root is needed first in backward
+            # backward needs the root first
             reshard_after_forward=reshards and group is not model,
         )
         casting = [m for m in members if hasattr(m, "cast_weight")]
@@ -360,14 +363,15 @@ def shard_model(model: Any, world: World, grad_accum: int):
             continue
         size = math.ceil(rows[name] / world.shards)
         bounds = [min(shard * size, rows[name]) for shard in range(world.shards + 1)]
-        local = nn.Parameter(p.to_local().detach())
+        local = nn.Parameter(p.to_local().detach())  # type: ignore[attr-defined]  # a DTensor
         params.append(ShardedParameter(name, p, local, bounds))
-    model.sharding = Sharded(world, params)
+    model.sharding = Sharded(world, params)  # type: ignore[assignment]  # neither Tensor nor Module
 
 
-def cast_weights(model: Any, modules: Iterable[Any], *_):
-    """Cast the weights of an FSDP group after they are gathered, inside its forward. A cast before
-    that would be of shards. The gradient of a cast made elsewhere would come too late, and be lost
-    silently."""
+def cast_weights(model: "Spider", modules: Iterable[Any], *_):
+    """Cast the weights of an FSDP group inside its forward, after they are gathered.
+
+    Before, the cast would only see shards. Outside the group's forward, the gradient of the cast
+    would come too late and be lost silently."""
     for module in modules:
         module.cast_weight(model.compute_dtype)

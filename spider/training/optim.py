@@ -1,10 +1,10 @@
 """The optimizers: Muon for matrices, AdamW (optionally 8-bit) for the rest, row-wise Adagrad for
 Engram tables.
 
-`KINDS` is the table of parameters: which optimizer steps them, and how often products read them.
-`Optimizers` steps all of a model, on one rank or on several; muon_ranks.py has what Muon needs for
-several, and state.py loads and saves what optimizers keep. Sources: Muon, Jordan et al. 2024, with
-the step size of Moonlight (arXiv 2502.16982); bitsandbytes for 8-bit AdamW.
+`KINDS` is the table of parameters: which optimizer steps each one, and how often the forward pass
+multiplies by it. `Optimizers` steps a whole model; muon_ranks.py has what Muon needs on several
+ranks; state.py saves and loads optimizer states. Sources: Muon, Jordan et al. 2024, with the step
+size of Moonlight (arXiv 2502.16982); bitsandbytes for 8-bit AdamW.
 
 Shapes: n matrices [n, r, c].
 """
@@ -32,25 +32,25 @@ from spider.training.state import SCALE_BLOCK, load_optimizers, optimizer_states
 
 
 class Read(Enum):
-    """Frequency with which the forward pass of a byte multiplies by a parameter."""
+    """How often the forward pass multiplies by a parameter."""
 
-    BYTE = "once a byte"
-    SEGMENT = "once a segment"
+    BYTE = "once per byte"
+    SEGMENT = "once per segment"
     LOOP = "in each loop of a segment"
     ONE_LOOP = "in its own loop of a segment"
-    CHOSEN = "in each loop, the chosen experts of all"
-    LOOKUP = "looked up, not multiplied"
+    CHOSEN = "in each loop, if the router chose the expert"
+    LOOKUP = "never: it is looked up"
 
 
 class Kind(NamedTuple):
-    """A row of the table. Weights with at least two dimensions decay, but for those of
+    """A row of the table. Parameters with at least two dimensions decay, except those of
     `adagrad`."""
 
-    pattern: str  # regular expression, searched in the parameter's name
+    pattern: str  # regular expression, searched for in the parameter's name
     component: str  # row of the table that --dry_run prints
     optimizer: str
     read: Read
-    rate: float = 1.0  # AdamW's learning rate, relative to that of others
+    rate: float = 1.0  # AdamW's learning rate, relative to the usual one
 
 
 ENGRAM_TABLES = "Engram tables"
@@ -65,7 +65,7 @@ KINDS = (  # the first row that matches applies
     Kind(r"engram_output\.(gate|votes|logits)\.", _ENGRAM, "adamw", Read.BYTE),
     Kind(r"engram_(input|output)\.", _ENGRAM, "muon", Read.BYTE),
     Kind(r"engram\.", _ENGRAM, "muon", Read.SEGMENT),
-    # the whole rate is unstable
+    # unstable at the full rate
     Kind(r"boundary_predictor\.regression", _BOUNDARIES, "adamw", Read.BYTE, 1 / 8),
     Kind(r"boundary_predictor", _BOUNDARIES, "adamw", Read.BYTE),
     Kind(r"halt_predictor", _LOOPS, "adamw", Read.LOOP),
@@ -83,7 +83,7 @@ KINDS = (  # the first row that matches applies
     Kind(r"lm_head", _HEAD, "adamw", Read.BYTE),
     Kind(r"", _HEAD, "muon", Read.BYTE),
 )
-# Stacks of matrices, beside Linears' weights
+# Stacks of matrices, which Muon steps like the weights of Linears
 STACKS = re.compile(
     r"engram_(input|output)\.followed$|moe\.w_(gate|up|down)$|core\.(lora_(down|up)|offset_proj)$"
 )
@@ -91,7 +91,7 @@ STACKS = re.compile(
 
 def kinds_of(model: nn.Module) -> dict[str, Kind]:
     """Return the kind of every parameter by name. Muon steps only weights of Linears and STACKS;
-    AdamW steps all else, such as a parameter that a researcher adds."""
+    AdamW steps everything else, such as a parameter that a researcher adds."""
     linears = {m.weight for m in model.modules() if isinstance(m, nn.Linear)}
     kinds = {}
     for name, p in model.named_parameters():
@@ -109,8 +109,8 @@ def kinds_of(model: nn.Module) -> dict[str, Kind]:
 def adamw_groups(
     params: Mapping[str, nn.Parameter], kinds: Mapping[str, Kind], lr: float, weight_decay: float
 ) -> list[dict[str, Any]]:
-    """Return AdamW's groups of parameters. Weights of the usual rate come first, then vectors of
-    that rate, then those of other rates; a group may be empty."""
+    """Return AdamW's parameter groups, some of them empty: at the usual rate the weights, then the
+    vectors; then the groups at other rates."""
     groups: dict[tuple[bool, float], list[nn.Parameter]] = {(True, 1.0): [], (False, 1.0): []}
     for name, kind in kinds.items():
         if kind.optimizer == "adamw":
@@ -128,10 +128,10 @@ def adamw_groups(
 
 
 class Optimizers:
-    """The optimizers of one model by name, stepped together.
+    """The optimizers of one model, stepped together.
 
     A slice without a gradient (an idle expert, an unused loop) still moves under AdamW, as in
-    torch: by its fading momentum and by weight decay. Muon leaves it unchanged.
+    torch, by its fading momentum and weight decay. Muon leaves the slice unchanged.
     """
 
     def __init__(
@@ -145,8 +145,8 @@ class Optimizers:
         beta2: float = 0.95,
         momentum: float = 0.9,
     ):
-        """optimizer: one of OPTIMIZERS, for all but the Engram tables; raise ValueError for another
-        name. engram_lr: learning rate of the tables."""
+        """optimizer: one of OPTIMIZERS, for all parameters except the Engram tables; raise
+        ValueError for any other name. engram_lr: learning rate of the tables."""
         if optimizer not in OPTIMIZERS:
             raise ValueError(f"optimizer: {optimizer!r} is not one of {', '.join(OPTIMIZERS)}")
         self.sharding = sharding_of(model)
@@ -155,8 +155,8 @@ class Optimizers:
         kinds = kinds_of(model)
         matrices = [params[name] for name, kind in kinds.items() if kind.optimizer == "muon"]
         others = [params[name] for name, kind in kinds.items() if kind.optimizer == "adamw"]
-        # Parameters whose gradients are clipped. Tables are not: the step of a table's row does not
-        # depend on its gradient's norm.
+        # Parameters whose gradients are clipped. Tables need no clipping: the step of a row does
+        # not depend on the norm of its gradient.
         self.dense = matrices + others
         assert len(self.dense) + len(self.tables) == len(params), "a parameter without an optimizer"
 
@@ -175,15 +175,15 @@ class Optimizers:
         if optimizer == "adamw8bit":
             name = "adamw8bit"
             adamw = adamw_8bit_class(self.sharding.params)
-        self.by_name[name] = adamw(groups, lr=lr, betas=(beta1, beta2))  # both get all settings
+        self.by_name[name] = adamw(groups, lr=lr, betas=(beta1, beta2))  # both classes take these
         self.adagrad: RowwiseAdagrad | None = None
         if self.tables:
             self.adagrad = RowwiseAdagrad(self.tables, engram_lr)
             self.by_name["engram"] = self.adagrad
 
     def set_lr(self, peak: float, factor: float):
-        """Set the learning rate to `peak * factor`, except for the tables, whose accumulators
-        anneal it row by row."""
+        """Set the learning rate to `peak * factor`. Skip the tables: their accumulators anneal the
+        rate of each row."""
         for optimizer in self.by_name.values():
             if optimizer is self.adagrad:
                 continue
@@ -205,12 +205,12 @@ class Optimizers:
             self.adagrad.reset()
 
     def state_dict(self) -> dict:
-        """Return the state of each optimizer by name; sharded tensors as ShardedRows."""
+        """Return the state of each optimizer by name, with sharded tensors as ShardedRows."""
         return optimizer_states(self.sharding, self.by_name)
 
     def load_state_dict(self, states: dict):
         """Copy the states of all optimizers, but keep this run's settings. Raise CheckpointError if
-        one does not fit."""
+        a state does not fit."""
         load_optimizers(self.sharding, self.by_name, states)
 
 
@@ -221,10 +221,10 @@ class Optimizers:
 class Muon(torch.optim.Optimizer):
     """Orthogonalized momentum for matrices [r, c] and stacks of them [..., r, c].
 
-    torch.optim.Muon only takes single matrices; here stacks of experts and all matrices of one
+    torch.optim.Muon takes single matrices only; here stacks of experts and all matrices of one
     shape form a batch. The update is 0.2 * sqrt(max(r, c)) times an orthogonal matrix, as large as
-    AdamW's (Moonlight, arXiv 2502.16982). It does not fade with the momentum. Therefore anything
-    without a gradient keeps weights and momentum: a parameter, or one matrix of a stack (an idle
+    AdamW's (Moonlight, arXiv 2502.16982). It does not fade with the momentum, so a parameter
+    without a gradient keeps its weights and momentum, and so does one matrix of a stack (an idle
     expert, the adapter of a loop that did not run).
     """
 
@@ -239,8 +239,7 @@ class Muon(torch.optim.Optimizer):
         """assignment: which rank orthogonalizes which matrix; None for one rank."""
         super().__init__(params, dict(lr=lr, momentum=momentum, weight_decay=weight_decay))
         self.assignment = assignment
-        matrix = self.param_groups[0]["params"][0]
-        self.dtype = torch.bfloat16 if has_bf16(matrix.device) else torch.float32
+        self.dtype = torch.bfloat16 if has_bf16(params[0].device) else torch.float32
 
     def make_state(self, p: Tensor):
         """Make the state of a parameter, before its first step."""
@@ -259,30 +258,39 @@ class Muon(torch.optim.Optimizer):
     def _step_batches(self, batches: list[list[Tensor]], group: dict):
         """Step batches of parameters. All matrices of a batch have one shape."""
         masks = [has_gradient(batch) for batch in batches]
-        aheads = [
-            self._look_ahead(batch, mask, group["momentum"])
+        momenta = [
+            self._update_momentum(batch, mask, group["momentum"])
             for batch, mask in zip(batches, masks, strict=True)
         ]
         lr = group["lr"]
         if self.assignment is None:
-            updates = [orthogonal_update(ahead, lr) for ahead in aheads]
-        else:  # by their owners
-            updates = self.assignment(aheads, partial(orthogonal_updates, lr=lr))
+            updates = [orthogonal_update(momentum, lr) for momentum in momenta]
+        else:
+            updates = self.assignment.map(partial(orthogonal_updates, lr=lr), momenta)
         for batch, update, mask in zip(batches, updates, masks, strict=True):
             apply_update(batch, update, mask, group)
 
-    def _look_ahead(self, params: list[Tensor], mask: Tensor, momentum: float) -> Tensor:
-        """Update the momentum of the matrices in `mask`; return the matrices to orthogonalize,
-        [n, r, c], with zeros for those outside the mask."""
+    def _update_momentum(self, params: list[Tensor], mask: Tensor, momentum: float) -> Tensor:
+        """Update the momentum buffers of the matrices in `mask`; return Nesterov's momentum,
+        [n, r, c], with zeros outside the mask:
+
+            buffer = momentum * buffer + (1 - momentum) * grad
+            result = grad + momentum / (1 - momentum) * buffer
+
+        This is lerp(grad, buffer, momentum) divided by 1 - momentum. Orthogonalization ignores the
+        scale."""
         counts = matrix_counts(params)
-        ahead = params[0].new_empty(sum(counts), *params[0].shape[-2:], dtype=self.dtype)
-        # Nesterov's lerp(grad, buffer, momentum), divided by 1 - momentum, since orthogonalization
-        # ignores the scale
-        active = mask.to(params[0].dtype)
-        fresh = active * (1 - momentum)
-        kept = active * (momentum / (1 - momentum))
-        parts = zip(ahead.split(counts), fresh.split(counts), kept.split(counts), strict=True)
-        for p, (out, fresh_part, kept_part) in zip(params, parts, strict=True):
+        result = params[0].new_empty(sum(counts), *params[0].shape[-2:], dtype=self.dtype)
+        active = mask.to(params[0].dtype)  # 1 or 0
+        grad_weight = active * (1 - momentum)
+        buffer_weight = active * (momentum / (1 - momentum))
+        parts = zip(
+            result.split(counts),
+            grad_weight.split(counts),
+            buffer_weight.split(counts),
+            strict=True,
+        )
+        for p, (out, of_grad, of_buffer) in zip(params, parts, strict=True):
             if p.grad is None:
                 out.zero_()
                 continue
@@ -290,36 +298,36 @@ class Muon(torch.optim.Optimizer):
                 self.make_state(p)
             buffer = self.state[p]["momentum_buffer"].view(out.shape)
             grad = p.grad.reshape(out.shape)
-            buffer.lerp_(grad, fresh_part)
-            torch.addcmul(grad, buffer, kept_part, out=out)
-        return ahead
+            buffer.lerp_(grad, of_grad)
+            torch.addcmul(grad, buffer, of_buffer, out=out)
+        return result
 
 
-MOST_TOGETHER = 1 << 26  # maximum elements of a batch of matrices
+MAX_BATCH_ELEMENTS = 1 << 26
 
 
 def batches_by_shape(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
-    """Group tensors whose matrices have one shape, in batches of at most MOST_TOGETHER elements."""
+    """Group tensors by the shape of their matrices, in batches of at most MAX_BATCH_ELEMENTS."""
     by_shape: dict[torch.Size, list[Tensor]] = {}
     for tensor in tensors:
         by_shape.setdefault(tensor.shape[-2:], []).append(tensor)
     batches: list[list[Tensor]] = []
     for alike in by_shape.values():
-        size = max(1, MOST_TOGETHER // alike[0].numel())
+        size = max(1, MAX_BATCH_ELEMENTS // alike[0].numel())
         batches += [alike[first : first + size] for first in range(0, len(alike), size)]
     return batches
 
 
 def matrix_counts(params: Sequence[Tensor]) -> list[int]:
-    """Return the number of matrices of each parameter: 1, or those of a stack."""
+    """Return the number of matrices of each parameter: 1, or the length of a stack."""
     return [p.shape[:-2].numel() for p in params]
 
 
 def has_gradient(params: list[Tensor]) -> Tensor:
-    """Return a mask of the matrices of parameters that have a gradient, bool [n, 1, 1].
+    """Return a mask of the parameters' matrices that have a gradient, bool [n, 1, 1].
 
-    A matrix of a stack has none if it is 0. This is decided on the device, since the host would
-    have to wait for it."""
+    In a stack, a gradient of 0 counts as none. The device decides this, so that the host need not
+    wait."""
     grads = [p.grad for p in params if p.grad is not None]
     if not grads or all(p.ndim == 2 for p in params):
         shape = (sum(matrix_counts(params)), 1, 1)
@@ -328,24 +336,24 @@ def has_gradient(params: list[Tensor]) -> Tensor:
     return (torch.cat(norms) != 0)[:, None, None]
 
 
-def orthogonal_updates(aheads: list[Tensor], lr: float) -> list[Tensor]:
-    """Return what Muon adds to each of matrices [r, c], see orthogonal_update."""
+def orthogonal_updates(momenta: list[Tensor], lr: float) -> list[Tensor]:
+    """Return what Muon adds to each of the weights [r, c], see orthogonal_update."""
     updates: dict[Tensor, Tensor] = {}
-    for batch in batches_by_shape(aheads):
+    for batch in batches_by_shape(momenta):
         updates |= zip(batch, orthogonal_update(torch.stack(batch), lr), strict=True)
-    return [updates[ahead] for ahead in aheads]
+    return [updates[momentum] for momentum in momenta]
 
 
-def orthogonal_update(ahead: Tensor, lr: float) -> Tensor:
-    """Return what Muon adds to weights, for matrices [n, r, c] from Muon._look_ahead."""
-    if lr == 0:  # on a CPU, baddbmm in bf16 returns garbage if both its factors are 0
-        return torch.zeros_like(ahead)
-    return orthogonalize(ahead, -lr * 0.2 * max(ahead.shape[1:]) ** 0.5)
+def orthogonal_update(momenta: Tensor, lr: float) -> Tensor:
+    """Return what Muon adds to weights, given their Nesterov momentum [n, r, c]."""
+    if lr == 0:  # on a CPU, baddbmm in bf16 returns garbage if both factors (alpha, beta) are 0
+        return torch.zeros_like(momenta)
+    return orthogonalize(momenta, -lr * 0.2 * max(momenta.shape[1:]) ** 0.5)
 
 
 def apply_update(params: list[Tensor], update: Tensor, mask: Tensor, group: dict):
-    """Add an update [n, r, c] to parameters. Matrices in `mask` decay; the update of others is
-    0."""
+    """Add an update [n, r, c] to parameters, and decay the matrices in `mask`. The update is 0 for
+    the other matrices."""
     kept = torch.where(mask, 1 - group["lr"] * group["weight_decay"], 1.0).to(params[0].dtype)
     counts = matrix_counts(params)
     for p, change, factor in zip(params, update.split(counts), kept.split(counts), strict=True):
@@ -360,11 +368,11 @@ C = 2.0315
 
 
 def orthogonalize(matrices: Tensor, scale: float = 1.0) -> Tensor:
-    """Orthogonalize matrices [n, r, c] approximately, by four Newton-Schulz steps of Muon's
-    quintic, and multiply by `scale`. A matrix of zeros stays one. A fifth step does not lower the
+    """Orthogonalize matrices [n, r, c] approximately, with four Newton-Schulz steps of Muon's
+    quintic, and multiply by `scale`. A matrix of zeros stays zero. A fifth step does not lower the
     loss (docs/results/learning.md).
 
-    The first step also divides x by its norm, whose square is the trace of g. So normalization
+    The first step also divides x by its norm, the square root of the trace of g, so normalization
     takes no extra pass over x."""
     tall = matrices.shape[1] > matrices.shape[2]
     x = matrices.mT if tall else matrices
@@ -374,8 +382,9 @@ def orthogonalize(matrices: Tensor, scale: float = 1.0) -> Tensor:
     inverse = norm.reciprocal()
     gram = gram * (inverse * inverse).to(gram.dtype)
     polynomial = torch.baddbmm(gram, gram, gram, beta=B, alpha=C)
-    # Each matrix has its own factor here, which baddbmm does not take, so A is added on the
-    # diagonal. In this step that leaves bf16's error at 0.9%; in those below it would double it.
+    # Here each matrix has its own factor, which baddbmm does not take, so A is added to the
+    # diagonal. In this step, that leaves bf16's error at 0.9%; in the steps below, the error would
+    # double.
     polynomial.diagonal(dim1=1, dim2=2).add_(A)
     x = polynomial.mul_(inverse.to(x.dtype)) @ x
     for factor in (1.0, 1.0, scale):
@@ -390,13 +399,16 @@ def orthogonalize(matrices: Tensor, scale: float = 1.0) -> Tensor:
 
 
 class RowwiseAdagrad(torch.optim.Optimizer):
-    """Adagrad with one accumulator per row of Engram tables. It updates only rows that were looked
-    up, so the cost of a step does not depend on the size of the tables.
+    """Adagrad with one accumulator per row of the Engram tables.
 
-    A row's step is lr * g / sqrt(sum of mean(g^2) over all steps so far), where g is the sum of the
-    gradients of the step's lookups of that row, in all micro-steps. So the root mean square of a
-    row's step is at most lr, however often a batch looks the row up (docs/results/learning.md). It
-    neither sorts nor synchronizes.
+    It updates only the rows that were looked up, so the cost of a step does not depend on the size
+    of the tables. It neither sorts nor synchronizes. A row with the gradient g, summed over all
+    lookups of a step, moves by
+
+        lr * g / sqrt(sum of mean(g^2) over all steps so far)
+
+    The root mean square of a row's step is thus at most lr, however often a batch looks the row up
+    (docs/results/learning.md).
     """
 
     def __init__(self, tables: Sequence[EngramTable], lr: float):
@@ -407,17 +419,17 @@ class RowwiseAdagrad(torch.optim.Optimizer):
 
     def make_state(self, p: Tensor):
         """Make the state of a table, before its first step."""
-        dtype = torch.promote_types(p.dtype, torch.float32)  # of gradients
+        dtype = torch.promote_types(p.dtype, torch.float32)  # like gradients
         self.state[p]["sum"] = torch.zeros(len(p), dtype=dtype, device=p.device)
 
     @torch.no_grad()
     def step(self) -> None:  # type: ignore[override]  # torch's may also evaluate the loss
         for group in self.param_groups:
             for p in group["params"]:
-                summed_gradients = self.tables[p].summed_gradients()
-                if summed_gradients is None:
+                gradients = self.tables[p].summed_gradients()
+                if gradients is None:
                     continue
-                row, grad = summed_gradients
+                row, grad = gradients
                 length = torch.linalg.vector_norm(grad, dim=1)
                 if not self.state[p]:
                     self.make_state(p)
@@ -425,7 +437,7 @@ class RowwiseAdagrad(torch.optim.Optimizer):
                 total.index_add_(0, row, length.square_().div_(grad.shape[1]))
                 scale = -group["lr"] / (total.index_select(0, row).sqrt_() + 1e-10)
                 update = (grad * scale[:, None]).to(p.dtype)
-                p.index_add_(0, row, update)  # with alpha it is ten times slower on a CPU
+                p.index_add_(0, row, update)  # with alpha: ten times slower on a CPU
 
     def zero_grad(self, set_to_none: bool = True):
         for table in self.tables.values():
@@ -444,10 +456,10 @@ class RowwiseAdagrad(torch.optim.Optimizer):
 
 
 class AdamW(torch.optim.AdamW):
-    """torch's AdamW, whose state can be made before the first step."""
+    """torch's AdamW, with a state that can be made before the first step."""
 
     def make_state(self, p: Tensor):
-        """Make the state of a parameter, as a fused first step does."""
+        """Make the state of a parameter, as the first fused step does."""
         self.state[p] = dict(
             step=torch.zeros((), dtype=torch.float32, device=p.device),
             exp_avg=torch.zeros_like(p),
@@ -459,16 +471,16 @@ MIN_8BIT = 4096  # elements; smaller parameters have fp32 states
 
 
 def adamw_8bit_class(sharded: Sequence[ShardedParameter]) -> type[torch.optim.Optimizer]:
-    """Return a subclass of bitsandbytes' AdamW8bit in which the shards of `sharded` parameters use
-    the same number of bits, and the same blocks, as the whole parameter would. Raise WorldError if
-    a shard begins inside a block, whose scale would then differ."""
+    """Return a subclass of bitsandbytes' AdamW8bit that gives each shard of `sharded` parameters
+    the same number of bits and the same blocks as the whole parameter. Raise WorldError if a shard
+    begins inside a block, whose scale would then differ."""
     with quiet():
         import bitsandbytes
     whole_sizes = {}
     for param in sharded:
         size = math.prod(param.shape)
         row = math.prod(param.shape[1:])
-        splits_a_block = any(bound * row % SCALE_BLOCK for bound in param.bounds[1:-1])
+        splits_a_block = any(begin * row % SCALE_BLOCK for begin in param.bounds[1:-1])
         if size >= MIN_8BIT and splits_a_block:
             raise WorldError(
                 f"--shards {len(param.bounds) - 1} would split a block of {SCALE_BLOCK} numbers of "
@@ -479,7 +491,7 @@ def adamw_8bit_class(sharded: Sequence[ShardedParameter]) -> type[torch.optim.Op
 
     class AdamW8bit(bitsandbytes.optim.AdamW8bit):
         def make_state(self, p):
-            """Make the state of a parameter, which does not depend on its group's settings."""
+            """Make the state of a parameter; it does not depend on the settings of its group."""
             group = self.param_groups[0] | dict(params=[p])
             self.init_state(group, p, 0, 0)
 

@@ -1,12 +1,12 @@
-"""Score rows of bytes: the one loop over them, and the one sum of what they give.
+"""Score rows of bytes: one loop over batches, and one sum of their results.
 
-Three scorers share it. Training evaluates its validation rows (train.evaluate), sample.py --eval
-scores texts (inference.adapt.score_windows), and --adapt scores texts from which the model learns
-(inference.adapt.DynamicEvaluation). They differ in the function that reads a batch.
+Three scorers share it; they differ in the function that scores a batch. Training evaluates its
+validation rows (train.evaluate), sample.py --eval scores texts (inference.adapt.score_windows), and
+--adapt scores texts while the model learns from them (inference.adapt.DynamicEvaluation).
 
-    score_batches   sum what a function reads from batches, over all ranks
-    score_model     the same for a model in evaluation mode
-    Totals          the sums, and the figures that follow from them
+    score_batches   sum the scores that a function gives batches, over all ranks
+    score_model     the same, for a model in evaluation mode
+    Totals          the sums, and the figures computed from them
 """
 
 import math
@@ -22,24 +22,24 @@ from spider.model.layers import cast_weights_once
 from spider.training.distributed import World
 from spider.vocabulary import IGNORED, PAD_ID
 
-EVAL_BYTES = 8192  # minimum bytes per evaluation batch; larger ones fit without gradients
+EVAL_BYTES = 8192  # minimum bytes per evaluation batch: without gradients, large batches fit
 
 
 class BatchScore(NamedTuple):
-    """What a model made of one batch. Each value is a scalar on the device."""
+    """The score of one batch. Each value is a scalar on the device."""
 
     nats: Tensor  # fp64, cross-entropy summed over the targets
-    targets: Tensor  # labels that count
+    targets: Tensor  # number of labels that count
     segments: Tensor
 
 
 @dataclass(frozen=True)
 class Totals:
-    """Sums over scored rows. Where nothing was scored, each quotient is 0."""
+    """Sums over scored rows. If nothing was scored, each quotient is 0."""
 
     nats: float = 0.0
-    targets: int = 0  # labels that counted
-    n_bytes: int = 0  # ids that were read, without padding
+    targets: int = 0  # labels that count
+    n_bytes: int = 0  # ids read, without padding
     segments: int = 0
 
     def __add__(self, other: "Totals") -> "Totals":
@@ -52,7 +52,7 @@ class Totals:
 
     @property
     def loss(self) -> float:
-        """The cross-entropy in nats per target."""
+        """Return the cross-entropy in nats per target."""
         return self.nats / max(1, self.targets)
 
     @property
@@ -66,21 +66,21 @@ class Totals:
 
 def score_batches(
     batches: Iterable[tuple[Tensor, Tensor]],
-    read: Callable[[Tensor, Tensor], BatchScore],
+    score: Callable[[Tensor, Tensor], BatchScore],
     world: World,
     progress: ProgressBar | None,
 ) -> Totals:
-    """Sum what `read` makes of each batch of (ids, labels), int64 [n, T], which it gets on the
-    device. The batches are distributed over the ranks; every rank returns the totals of all.
+    """Score batches of (ids, labels), int64 [rows, T], distributed over the ranks; return the
+    totals of all ranks on every rank. `score` gets its batch on the device.
 
-    The sums stay on the device, in fp64, until the end: the host waits for it once."""
+    The sums stay on the device, in fp64, until the end, so the host waits for it once."""
     sums = torch.zeros(4, device=world.device, dtype=torch.float64)
-    # weight: 0 where a rank has no batch left, and only joins the collectives of the model
+    # weight: 0 if a rank has no batch left and only joins the model's collectives
     for (ids, labels), weight in world.distribute(batches):
         ids = ids.to(world.device)
-        reading = read(ids, labels.to(world.device))
+        result = score(ids, labels.to(world.device))
         n_bytes = (ids != PAD_ID).sum()
-        sums += weight * torch.stack((reading.nats, reading.targets, n_bytes, reading.segments))
+        sums += weight * torch.stack((result.nats, result.targets, n_bytes, result.segments))
         if progress is not None:
             progress.add(ids.numel())
     nats, targets, n_bytes, segments = world.sum(sums).tolist()
@@ -95,12 +95,12 @@ def score_model(
     world: World,
     progress: ProgressBar | None = None,
 ) -> Totals:
-    """Score batches by a model in evaluation mode. See score_batches."""
+    """Score batches with a model in evaluation mode, see score_batches."""
 
-    def read(ids: Tensor, labels: Tensor) -> BatchScore:
+    def score(ids: Tensor, labels: Tensor) -> BatchScore:
         out = model(ids, labels, n_loops=n_loops)
         targets = (labels != IGNORED).sum()
         return BatchScore(out.nats_per_byte.double() * targets, targets, out.segments)
 
     with cast_weights_once(model):
-        return score_batches(batches, read, world, progress)
+        return score_batches(batches, score, world, progress)

@@ -64,7 +64,7 @@ NOWHERE = dict(RANK="1", WORLD_SIZE="4", MASTER_ADDR="127.0.0.1", MASTER_PORT="1
         (dict(LOCAL_RANK="1"), 1, "LOCAL_RANK=1, "),
         (NOWHERE, 3, "--shards 3 does not divide 4 ranks"),
         (NOWHERE, 1, "rank 1 of 4 cannot reach the others"),
-        (TWO, 1, "MASTER_ADDR expected, but not set.*: start all with torchrun"),
+        (TWO, 1, "MASTER_ADDR expected, but not set.*: start all ranks with torchrun"),
     ),
 )
 def test_ranks_that_cannot_join_are_told_why(monkeypatch, environ, shards, message):

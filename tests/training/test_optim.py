@@ -63,9 +63,8 @@ def test_muon_keeps_idle_experts_and_adapters_of_unused_loops(backend, dtype):
 def orthogonalize_the_only_matrix(world):
     rows = torch.arange(64.0).view(4, 16).bfloat16() + 64 * world.shard
     half = ShardedParameter("only", SimpleNamespace(shape=(8, 16)), rows, [0, 4, 8])
-    (update,) = MatrixAssignment(world, [half])(
-        [rows[None]], lambda wholes: [2 * whole for whole in wholes]
-    )
+    assignment = MatrixAssignment(world, [half])
+    (update,) = assignment.map(lambda wholes: [2 * whole for whole in wholes], [rows[None]])
     assert torch.equal(update, rows[None] * 2)
 
 
