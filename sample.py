@@ -50,28 +50,19 @@ from typing import Any
 
 import torch
 
-from data import Source, Stream, map_shard, open_source, validation_sets
+from data import Source, map_shard, open_source, validation_sets
 from spider.config import RANGES, SEQ_LEN
 from spider.data.inputs import naming, uncompressed_name
 from spider.data.prepare import KINDS, Documents, Input, ShardWriter
+from spider.data.stream import Stream
 from spider.errors import DataError, UsageError, end_by_exceptions, one_line, run_program, say
 from spider.files import durable
 from spider.flags import Parser, integer, path_name, real, refuse_address
+from spider.inference.adapt import Adaptation, count_characters, score_windows
 from spider.inference.export import write_export
+from spider.inference.load import best_of, decoder_of, model_of, read_checkpoint
 from spider.inference.look import show
-from spider.inference.sampling import (
-    Adaptation,
-    Sampler,
-    best_of,
-    complete,
-    converse,
-    count_characters,
-    decoder_of,
-    in_notebook,
-    model_of,
-    read_checkpoint,
-    score_windows,
-)
+from spider.inference.sampling import Sampler, complete, converse, in_notebook
 from spider.machine import (
     keep_freed_memory,
     memory_advice,

@@ -251,5 +251,6 @@ def flat_modules(name: str) -> dict[str, str]:
         text = path.read_text(encoding="utf-8")
         imported = [other for _, other in PROJECT_IMPORT.findall(text)]
         modules += sorted(set(imported) - set(modules))
+        assert path.name not in texts, f"two modules of an export are named {path.name}"
         texts[path.name] = PROJECT_IMPORT.sub(relative, text)
     return texts

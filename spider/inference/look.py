@@ -35,8 +35,8 @@ from torch.utils.hooks import RemovableHandle
 
 from spider.errors import DataError, one_line, printable
 from spider.files import durable
+from spider.inference.adapt import progress_bar
 from spider.inference.export import facts_of
-from spider.inference.sampling import progress_bar
 from spider.model.layers import rms_norm
 from spider.model.memory import OutputEngram
 from spider.vocabulary import BOS_ID

@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from loguru import logger
 
-from data import Loader, StepLayout
+from data import Loader
 from spider import machine
 from spider.config import LARGEST, RECOMPUTE, SpiderConfig
+from spider.data.stream import StepLayout
 from spider.errors import UsageError, say
 from spider.model.memory import tables_of
 from spider.training import estimate

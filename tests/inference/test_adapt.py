@@ -1,6 +1,7 @@
-"""Adaptation: weights learn from what was read, each byte scored before; `sample.py --eval FILE
---adapt`."""
+"""Texts are scored in windows, or while weights learn from what was read, each byte scored before;
+`sample.py --eval FILE --adapt`."""
 
+import math
 import shutil
 from functools import partial
 
@@ -12,15 +13,8 @@ import conftest
 from conftest import assert_same, lookups_of, metrics, run, weights_of
 from preparing import stream
 from spider.errors import CheckpointError
-from spider.inference.sampling import (
-    CHUNK,
-    DENSE_RATE,
-    RATE,
-    Adaptation,
-    cut,
-    model_of,
-    read_checkpoint,
-)
+from spider.inference.adapt import CHUNK, DENSE_RATE, RATE, Adaptation, cut, windows
+from spider.inference.load import model_of, read_checkpoint
 from spider.model.memory import tables_of
 from spider.training.scoring import Totals
 from spider_model import Spider
@@ -139,6 +133,27 @@ def test_adaptation_needs_tables_and_their_accumulators(checkpoint):
     for change in (dict(optimizer_state_dict={}), dict(bytes_seen=0), dict(step=0)):
         with pytest.raises(CheckpointError, match="an export has no optimizer state"):
             Adaptation(model, checkpoint | change, n_loops=2)
+
+
+@pytest.mark.parametrize("seq_len", (2, 7, 16, 64))
+@pytest.mark.parametrize("length", (1, 2, 7, 8, 9, 50, 250))
+def test_windows_score_each_byte_once_with_half_a_window_of_context(seq_len, length):
+    """Or with all of the text before it. A text that fits into a window is read once. Byte i of the
+    text is i, so a label names its place."""
+    text = stream([BOS_ID, *range(length)])
+    n_windows = 1 + max(0, math.ceil((length - seq_len) / (seq_len // 2)))
+    for batch in (1, 3, 1000):
+        scored = []
+        assert sum(len(ids) for ids, _ in windows(text, seq_len, batch)) == n_windows
+        for ids, labels in windows(text, seq_len, batch):
+            assert len(ids) <= batch
+            assert ids.shape == labels.shape == (len(ids), seq_len)
+            for row, column in (labels != -100).nonzero().tolist():
+                byte = int(labels[row, column])
+                assert ids[row, column] == (byte - 1 if byte else BOS_ID)
+                assert column >= min(byte, seq_len // 2)
+                scored.append(byte)
+        assert sorted(scored) == list(range(length))
 
 
 # --------------------------------------------------------------------------------------------------

@@ -1,0 +1,180 @@
+"""Score texts, and let a model learn while it reads them.
+
+    score_windows      score a text by overlapping windows
+    Adaptation         score a text while the model learns from it
+    count_characters   count the characters of a text, for bits per character
+
+A text is a stream of ids.
+"""
+
+import codecs
+import sys
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from spider.data.stream import Stream
+from spider.errors import CheckpointError, ProgressBar
+from spider.model.memory import tables_of
+from spider.training.distributed import UNSHARDED, World
+from spider.training.optim import RowwiseAdagrad
+from spider.training.scoring import Reading, Totals, score_batches, score_model
+from spider.training.state import load_optimizers
+from spider.vocabulary import IGNORED, PAD_ID
+from spider_model import Spider
+
+# --------------------------------------------------------------------------------------------------
+# Scoring
+
+
+class Span(NamedTuple):
+    """A row of a text: the model reads ids start .. stop - 1, and predicts start + 1 .. stop."""
+
+    start: int
+    stop: int
+    context: int  # number of first labels that do not count: another row has scored them
+
+
+def cut(length: int, first: int, counted: int, context: int) -> Iterator[Span]:
+    """Cut a text of `length` ids into rows: the first one counts its `first` labels, each further
+    one `counted` labels after at most `context` others. Every id after the first counts once."""
+    last = length - 1
+    begin = 0
+    stop = first
+    while begin < last:
+        start = max(0, begin - context)
+        yield Span(start, min(stop, last), begin - start)
+        begin = stop
+        stop += counted
+
+
+def half_overlapping(length: int, seq_len: int) -> Iterator[Span]:
+    """Cut a text of `length` ids into windows of at most seq_len that overlap by half."""
+    stride = max(1, seq_len // 2)
+    return cut(length, seq_len, stride, seq_len - stride)
+
+
+def read_rows(
+    stream: Stream, spans: Sequence[Span], seq_len: int, special: bool
+) -> tuple[Tensor, Tensor]:
+    """Read spans of at most seq_len ids, see Stream.rows. special: whether labels above 255, such
+    as EOS, count."""
+    start, stop, context = np.array(spans).T
+    ids, labels = stream.rows(start, stop, seq_len)
+    labels[torch.arange(seq_len) < torch.from_numpy(context)[:, None]] = IGNORED
+    if not special:
+        labels[labels > 255] = IGNORED
+    return ids, labels
+
+
+def windows(stream: Stream, seq_len: int, batch: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Cut a stream into batches of (ids, labels), int64 [n, seq_len], of windows that overlap by
+    half. Every byte after the first id is a label once."""
+    spans = half_overlapping(len(stream), seq_len)
+    while rows := list(islice(spans, batch)):
+        yield read_rows(stream, rows, seq_len, special=False)
+
+
+def progress_bar(title: str, n_ids: int) -> ProgressBar | None:
+    """Make a progress bar over ids that a model reads; None where nobody watches."""
+    return ProgressBar(title, n_ids) if sys.stderr.isatty() else None
+
+
+def score_windows(model: Spider, stream: Stream, seq_len: int, batch: int, n_loops: int) -> Totals:
+    """Score the bytes of a stream by windows of at most seq_len bytes, `batch` at a time."""
+    seq_len = min(seq_len, max(2, len(stream) - 1))
+    n_ids = seq_len * sum(1 for _ in half_overlapping(len(stream), seq_len))
+    return score_model(
+        model,
+        windows(stream, seq_len, batch),
+        n_loops,
+        World({}, model.embed_tokens.device),
+        progress_bar("evaluating", n_ids),
+    )
+
+
+COUNTED = 1 << 20  # ids of a text that are decoded at once, to count characters
+
+
+def count_characters(stream: Stream, special: bool) -> int:
+    """Count the characters of a stream after its first id, which nothing predicts: code points of
+    UTF-8, and each byte that is not UTF-8. PAD is none. special: whether other ids above 255, such
+    as EOS, count as one each."""
+    decoder = codecs.getincrementaldecoder("utf-8")("surrogateescape")
+    count = 0
+    for start in range(1, len(stream), COUNTED):
+        padded = stream.read(start, min(start + COUNTED, len(stream)))
+        ids = padded[padded != PAD_ID]
+        above = ids > 255
+        as_bytes = np.where(above, 0, ids).astype(np.uint8).tobytes()  # a special id is one NUL
+        count += len(decoder.decode(as_bytes))
+        if not special:
+            count -= int(above.sum())
+    return count + len(decoder.decode(b"", final=True))
+
+
+# --------------------------------------------------------------------------------------------------
+# Adapting: dynamic evaluation, Krause et al., arXiv 1709.07432. Rates, chunk and context are
+# measured in docs/results/learning.md, "Adaptation".
+
+RATE = 0.4  # the tables' learning rate; in training 0.25
+DENSE_RATE = 1.5e-4  # AdamW's learning rate, for all other weights
+CHUNK = 1024  # bytes between two steps
+CONTEXT = 1024  # bytes before a chunk that the model sees, at most
+
+
+class Adaptation:
+    """A model that learns from what it reads.
+
+    It scores a chunk. Then all weights take one step on the chunk's gradient. So every byte is
+    scored before anything learns from it."""
+
+    def __init__(self, model: Spider, saved: dict, n_loops: int):
+        """saved: the content of the model's checkpoint, whose accumulators set the size of each
+        table row's steps. Raise CheckpointError if it has none."""
+        tables = tables_of(model)
+        accumulators = saved.get("optimizer_state_dict", {}).get("engram")
+        if not tables or not accumulators or not saved.get("bytes_seen") or not saved["step"]:
+            raise CheckpointError(
+                "--adapt needs a model with Engram tables and their optimizer state: use a "
+                "checkpoint that train.py wrote (an export has no optimizer state)"
+            )
+        self.model = model
+        self.n_loops = n_loops
+        self.adagrad = RowwiseAdagrad(tables, RATE)
+        load_optimizers(UNSHARDED, {"engram": self.adagrad}, {"engram": accumulators})
+        dense = [p for p in model.parameters() if p not in self.adagrad.tables]
+        self.adamw = torch.optim.AdamW(dense, DENSE_RATE, weight_decay=0, fused=True)
+        # The accumulators are of gradients of a mean over so many bytes.
+        self.bytes_per_step = saved["bytes_seen"] / saved["step"]
+
+    def learn(self, ids: Tensor, labels: Tensor) -> Reading:
+        """Score a row, ids and labels [1, n], then step the weights."""
+        with torch.enable_grad(), self.model.cast_weights_once():
+            out = self.model(ids, n_loops=self.n_loops)
+            nats = F.cross_entropy(out.logits[0], labels[0], ignore_index=IGNORED, reduction="sum")
+            (nats / self.bytes_per_step).backward()
+        for optimizer in (self.adagrad, self.adamw):
+            optimizer.step()
+            optimizer.zero_grad()
+        targets = (labels != IGNORED).sum()
+        return Reading(nats.detach().double(), targets, out.segments)
+
+    def score(self, stream: Stream, special: bool) -> Totals:
+        """Read a stream. special: whether ids above 255 count, too."""
+        spans = list(cut(len(stream), CHUNK, CHUNK, CONTEXT))
+        n_ids = sum(span.stop - span.start for span in spans)
+        rows = (read_rows(stream, [span], span.stop - span.start, special) for span in spans)
+        # a row without a label has no gradient to step by
+        counted = ((ids, labels) for ids, labels in rows if (labels != IGNORED).any())
+        return score_batches(
+            counted,
+            self.learn,
+            World({}, self.model.embed_tokens.device),
+            progress_bar("adapting", n_ids),
+        )
