@@ -30,7 +30,7 @@ from statistics import median
 import torch
 
 import train
-from data import Feed, Loader, Source, mock_source, open_data
+from data import Loader, Prefetcher, Source, mock_source, open_data
 from spider import machine
 from spider.errors import end_by_exceptions, run_program
 from spider.training import estimate
@@ -152,12 +152,12 @@ class Step:
         self.model = train.build_model(plan.model, plan, world)
         self.optimizers = train.optimizers_of(plan.flags, self.model)
         loader = Loader(sources, plan.flags.seq_len, 0)
-        self.feed = Feed(loader, plan.layout, 0, world.device, 0, 0)
+        self.prefetcher = Prefetcher(loader, plan.layout, 0, world.device, 0, 0)
         self.now = train.StepSettings(plan.flags.n_loops)
 
     def __call__(self) -> dict:
         """Take a step; return its metrics."""
-        metrics, _ = train.train_step(self.model, self.optimizers, self.feed.take(), self.now)
+        metrics, _ = train.train_step(self.model, self.optimizers, self.prefetcher.take(), self.now)
         return metrics
 
 
@@ -169,7 +169,7 @@ def measure_step(plan: Plan, sources: list[Source], world: World):
     step = Step(plan, sources, world)
     print("\nfirst passes, which may take minutes if layers are compiled", flush=True)
     start = time.perf_counter()
-    train.warm_up(step.model, plan, step.feed.take()[0])
+    train.warm_up(step.model, plan, step.prefetcher.take()[0])
     wait(device)
     seconds = time.perf_counter() - start
 

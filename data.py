@@ -63,7 +63,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-MOST_HELD_OUT = 10_000_000  # ids, where there is no validation shard
+MAX_HELD_OUT = 10_000_000  # ids, where there is no validation shard
 VALIDATION_NAME = re.compile(r"val(id(ation)?)?([^a-z]|$)", re.IGNORECASE)  # files and folders
 
 # --------------------------------------------------------------------------------------------------
@@ -179,7 +179,7 @@ def open_source(directory: str, weight: float) -> Source:
         raise DataError(f"{directory}: has only validation shards, none for training")
     if len(val):
         return Source(directory, weight, train, val)
-    cut = len(train) - min(len(train) // 100, MOST_HELD_OUT)
+    cut = len(train) - min(len(train) // 100, MAX_HELD_OUT)
     held_out = train.slice(cut, len(train))
     return Source(directory, weight, train.slice(0, cut), held_out, held_out=True)
 
@@ -278,7 +278,7 @@ def permute(index: np.ndarray, n: np.ndarray | int, keys: np.ndarray) -> np.ndar
 BLOCK = 10_000  # sequences in which each source of a mixture has exactly its share
 
 
-def shares(weights: Sequence[float], total: int) -> list[int]:
+def apportion(weights: Sequence[float], total: int) -> list[int]:
     """Split `total` into integers in proportion to weights, by largest remainder; ties go to the
     first."""
     exact = [weight / sum(weights) * total for weight in weights]
@@ -290,7 +290,7 @@ def shares(weights: Sequence[float], total: int) -> list[int]:
     return out
 
 
-class Windows(NamedTuple):
+class PickedWindows(NamedTuple):
     """Result of step 2 of the order; [n]."""
 
     source: np.ndarray  # number of the source, int64
@@ -334,13 +334,13 @@ class Loader:
         self.offsets = np.array([0, *accumulate(len(stream) for stream in streams)][:-1])
         # By source: targets and windows of an epoch, and sequences of a block.
         self.targets = np.array([len(stream) - 1 for stream in streams])
-        self.windows = -(-self.targets // seq_len)
-        self.counts = np.array(shares([source.weight for source in sources], block))
-        self.share = self.counts / block  # the exact fraction of the sequences
+        self.windows_per_epoch = -(-self.targets // seq_len)
+        self.block_counts = np.array(apportion([source.weight for source in sources], block))
+        self.share = self.block_counts / block  # the exact fraction of the sequences
         self.deal = lru_cache(maxsize=4)(self._deal)
         # With seed and seq_len, these decide which sequences a step reads; by key of a checkpoint.
         self.mixture = dict(targets=self.targets.tolist(), shares=self.share.tolist())
-        for source, targets, count in zip(sources, self.targets, self.counts, strict=True):
+        for source, targets, count in zip(sources, self.targets, self.block_counts, strict=True):
             if targets < seq_len:
                 raise DataError(
                     f"{source.name}: a sequence of {seq_len:,} bytes is longer than the data "
@@ -380,13 +380,13 @@ class Loader:
         [sources]."""
         block, slot = divmod(g, self.block)
         sources, _ = self.deal(block)
-        in_this_block = np.bincount(sources[:slot], minlength=len(self.counts))
-        return (block * self.counts + in_this_block) // self.windows
+        in_this_block = np.bincount(sources[:slot], minlength=len(self.block_counts))
+        return (block * self.block_counts + in_this_block) // self.windows_per_epoch
 
     def epoch(self, g: int) -> int:
         """Return the epoch of sequence g, from 0. For a mixture it is the mean of `epochs` by
         weight, rounded down."""
-        return int(self.counts @ self.epochs(g)) // self.block
+        return int(self.block_counts @ self.epochs(g)) // self.block
 
     def _deal(self, block: int) -> tuple[np.ndarray, np.ndarray]:
         """Deal the slots of a block to the sources, in random order.
@@ -396,9 +396,9 @@ class Loader:
         slots = np.arange(self.block)
         shuffled = permute(slots, self.block, key(self.seed, 0, np.full_like(slots, block)))
         # Of the shuffled numbers, the lowest counts[0] are the first source's, and so on.
-        source = np.searchsorted(np.cumsum(self.counts), shuffled, side="right")
+        source = np.searchsorted(np.cumsum(self.block_counts), shuffled, side="right")
         before = np.empty_like(slots)
-        for number, count in enumerate(self.counts):
+        for number, count in enumerate(self.block_counts):
             before[source == number] = np.arange(count)
         return source, before
 
@@ -413,19 +413,19 @@ class Loader:
             sources, positions = self.deal(number)
             slots = slot[in_block]
             source[in_block] = sources[slots]
-            position[in_block] = number * self.counts[sources[slots]] + positions[slots]
+            position[in_block] = number * self.block_counts[sources[slots]] + positions[slots]
         return source, position
 
-    def _pick_windows(self, g: np.ndarray) -> Windows:
+    def _pick_windows(self, g: np.ndarray) -> PickedWindows:
         """Step 2: find the epoch of each sequence, and permute the epoch's windows."""
         source, position = self._pick_sources(g)
-        windows = self.windows[source]
+        windows = self.windows_per_epoch[source]
         epoch, position_in_epoch = np.divmod(position, windows)
         epoch_key = key(self.seed, 1 + source, epoch)
         window = permute(position_in_epoch, windows, epoch_key)
-        return Windows(source, epoch, epoch_key, window)
+        return PickedWindows(source, epoch, epoch_key, window)
 
-    def _cut_spans(self, windows: Windows) -> tuple[np.ndarray, np.ndarray]:
+    def _cut_spans(self, windows: PickedWindows) -> tuple[np.ndarray, np.ndarray]:
         """Step 3: cut the text of each source into the windows of an epoch. Return start and stop
         of each: inputs are ids start .. stop - 1 of the joined stream, labels those one further;
         int64 [n].
@@ -460,7 +460,7 @@ def validation_sets(
     out. Raise DataError if none is left.
     """
     sets = {}
-    counts = shares([source.weight for source in sources], eval_tokens)
+    counts = apportion([source.weight for source in sources], eval_tokens)
     for source, count in zip(sources, counts, strict=True):
         n_targets = min(count, len(source.val) - 1)
         if n_targets <= 0:
@@ -527,7 +527,7 @@ class Batch:
         )
 
 
-class Feed:
+class Prefetcher:
     """Give a rank's batches step by step, on its device. Meanwhile a thread fetches those of the
     next step."""
 
@@ -697,7 +697,7 @@ def run_command(args: argparse.Namespace):
         documents = Documents(
             field=args.field,
             val_fraction=args.val_fraction,
-            endings=args.ext,
+            extensions=args.ext,
             hub_config=args.config,
             hub_split=args.split,
             strict=args.strict,

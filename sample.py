@@ -52,15 +52,15 @@ import torch
 
 from data import Source, map_shard, open_source, validation_sets
 from spider.config import RANGES, SEQ_LEN
-from spider.data.inputs import naming, uncompressed_name
-from spider.data.prepare import KINDS, Documents, Input, ShardWriter
+from spider.data.inputs import uncompressed_name, with_filename
+from spider.data.prepare import FORMATS, Documents, Input, ShardWriter
 from spider.data.stream import Stream
 from spider.errors import DataError, UsageError, end_by_exceptions, one_line, run_program, say
 from spider.files import durable
 from spider.flags import Parser, integer, path_name, real, refuse_address
-from spider.inference.adapt import Adaptation, count_characters, score_windows
+from spider.inference.adapt import DynamicEvaluation, count_characters, score_windows
 from spider.inference.export import write_export
-from spider.inference.load import best_of, decoder_of, model_of, read_checkpoint
+from spider.inference.load import decoder_of, find_best, model_of, read_checkpoint
 from spider.inference.look import show
 from spider.inference.sampling import Sampler, complete, converse, in_notebook
 from spider.machine import (
@@ -200,7 +200,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 # The flags that each command reads, besides --best; "" is talking
-READS = {
+FLAGS_OF_COMMAND = {
     "": "n_loops device prompt bytes temperature top_k top_p no_repeat_ngram_size samples seed "
     "stop no_echo raw",
     "eval": "n_loops device json field seq_len batch precision adapt",
@@ -212,14 +212,14 @@ READS = {
 def refuse_unread_flags(parser: Parser, args: argparse.Namespace):
     """Raise UsageError for a flag that the command would not read."""
     given = [name for name, value in vars(args).items() if value != parser.get_default(name)]
-    command = next((name for name in given if name in READS), "")
-    read = {"checkpoint", "best", command, *READS[command].split()}
+    command = next((name for name in given if name in FLAGS_OF_COMMAND), "")
+    read = {"checkpoint", "best", command, *FLAGS_OF_COMMAND[command].split()}
     for name in given:
         if name in read:
             continue
         if command:
             parser.error(f"--{name} cannot be used with --{command}")
-        reader = next(reader for reader, names in READS.items() if name in names.split())
+        reader = next(reader for reader, names in FLAGS_OF_COMMAND.items() if name in names.split())
         parser.error(f"--{name} needs --{reader}")
     if args.adapt and (args.seq_len or args.batch):
         parser.error("--seq_len and --batch cannot be used with --adapt, which reads in chunks")
@@ -293,9 +293,9 @@ def open_text(name: str, field: str) -> Text:
 def read_ids(name: str, field: str) -> Stream:
     """Return the ids of a text file, or of JSON or a table with a document in each record. They are
     written to a temporary file, and mapped."""
-    kind = KINDS.get(Path(uncompressed_name(name)).suffix, "document")
+    kind = FORMATS.get(Path(uncompressed_name(name)).suffix, "document")
     documents = Documents(field, val_fraction=0.0, strict=True, binary=True)
-    with tempfile.TemporaryDirectory() as directory, naming(directory):
+    with tempfile.TemporaryDirectory() as directory, with_filename(directory):
         writer = ShardWriter(Path(directory), "text", sys.maxsize)
         for _, text in documents.read(Input(name, kind), writer.folder):
             writer.write(text)
@@ -304,7 +304,7 @@ def read_ids(name: str, field: str) -> Stream:
     return Stream(shards)
 
 
-def figures_of(
+def evaluations(
     args: argparse.Namespace, names: list[str], texts: dict[str, Text], model_class: type[Spider]
 ) -> Iterator[dict[str, Any]]:
     """Yield the figures of each checkpoint, text and number of loops, as an entry of --json. In a
@@ -354,7 +354,7 @@ def score_text(
     stream = text if isinstance(text, Stream) else text.val.slice(0, eval_tokens + 1)
     special = isinstance(text, Source)
     if args.adapt:
-        totals = Adaptation(model, saved, n_loops).score(stream, special)
+        totals = DynamicEvaluation(model, saved, n_loops).score(stream, special)
     elif isinstance(text, Stream):
         totals = score_windows(model, text, seq_len, batch, n_loops)
     else:
@@ -371,7 +371,7 @@ def evaluate_texts(args: argparse.Namespace, names: list[str], model_class: type
         texts = {name: open_text(name, args.field) for name in args.eval}  # errors come early
         figures: list[dict[str, Any]] = []
         try:
-            for figure in figures_of(args, names, texts, model_class):
+            for figure in evaluations(args, names, texts, model_class):
                 figures.append(figure)  # noqa: PERF402 one at a time
         finally:
             if figures:
@@ -410,7 +410,7 @@ def main(argv: list[str] | None = None, model_class: type[Spider] = Spider) -> i
         args = parse_args(argv)
         names = args.checkpoint
         if args.best:
-            names = [best_of(name) for name in names]
+            names = [find_best(name) for name in names]
         with memory_advice(
             "lower --samples or --bytes, with --eval --batch or --seq_len, or use a machine with "
             "more memory"

@@ -38,7 +38,7 @@ from loguru import logger
 from torch import Tensor, nn
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from data import Batch, Feed, Loader, StepLayout, mock_source, open_data, validation_sets
+from data import Batch, Loader, Prefetcher, StepLayout, mock_source, open_data, validation_sets
 from spider import errors, files, machine
 from spider.config import BACKENDS, OPTIMIZERS, PRESETS, RANGES, RECOMPUTE, SEQ_LEN, SpiderConfig
 from spider.data.prepare import Documents, prepare
@@ -1115,12 +1115,12 @@ def main(
     last_rate = rate_of(max(0, progress.step - 1))
     optimizers.set_lr(flags.lr, last_rate)
     plan = fit_micro_batch(model, optimizers, plan, loader, world)
-    flags = plan.flags  # the micro-batch may be smaller now: Feed and checkpoints need it
+    flags = plan.flags  # the micro-batch may be smaller now: Prefetcher and checkpoints need it
 
     # ----------------------------------------------------------------------------------------------
     # Batches, checkpoints, logs
     first = progress.next_sequence(flags.seq_len)
-    feed = Feed(loader, plan.layout, world.rank, world.device, progress.step, first)
+    prefetcher = Prefetcher(loader, plan.layout, world.rank, world.device, progress.step, first)
     writer = CheckpointWriter(
         directory, flags.keep_last, flags.keep_best, world, progress.step, resumes_in_place
     )
@@ -1219,7 +1219,7 @@ def main(
         first = progress.next_sequence(flags.seq_len)
         now = settings_of_step(flags, loader, progress, horizon)
         optimizers.set_lr(flags.lr, now.lr_factor)
-        batches = feed.take()
+        batches = prefetcher.take()
         metrics, votes = train_step(model, optimizers, batches, now, flags.grad_clip, stop)
         stop.agree(votes)
         # ------------------------------------------------------------------------------------------

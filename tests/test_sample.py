@@ -351,7 +351,7 @@ def test_a_table_has_a_row_per_checkpoint_text_and_number_of_loops(
 def test_bits_per_character_divide_by_code_points_and_bytes_that_are_not_utf8(
     trained, tmp_path, figures, monkeypatch
 ):
-    monkeypatch.setattr(adapt, "COUNTED", 2)  # ids: a character lies in two pieces or three
+    monkeypatch.setattr(adapt, "DECODE_CHUNK", 2)  # ids: a character lies in two pieces or three
     documents = ("aé漢🕸".encode(), b"\xff\xe6\xbc", "漢".encode()[:1], "漢字".encode())
     characters = 4 + 3 + 1 + 2
     data = tmp_path / "data"

@@ -3,7 +3,7 @@
     json_records("a.json", file)            # .json: an array, objects in a row, or JSON lines
     table_rows("a.parquet", file, "text")   # .parquet, .arrow, .csv
     hub_rows("HuggingFaceFW/fineweb-edu", "text", "sample-10BT", "train")
-    text_of(record, "text")                 # the text of a record, in UTF-8, or why it has none
+    record_text(record, "text")                 # the text of a record, in UTF-8, or why it has none
 
 Text and JSON lines are read a few MB at a time. pyarrow and `datasets`, which the extra `data`
 installs, are imported where they are used: that takes seconds, and most inputs need neither.
@@ -65,7 +65,7 @@ def any_error_as_data_error(path: str) -> Iterator[None]:
 
 
 @contextmanager
-def naming(path: str | Path) -> Iterator[None]:
+def with_filename(path: str | Path) -> Iterator[None]:
     """Add `path` to an OSError that names no file, as those of reading and writing do."""
     try:
         yield
@@ -93,7 +93,7 @@ def open_input(path: str, scratch: Path) -> IO[bytes]:
         text = "\n\n".join(dict.fromkeys(paragraphs)) + "\n"  # each once
         return io.BytesIO(text.encode())
     if path == "-":
-        return copy_of(sys.stdin.buffer, path, scratch)
+        return copy_to_scratch(sys.stdin.buffer, path, scratch)
     file = io.BufferedReader(io.FileIO(path), MIB)
     _, extension = os.path.splitext(path.lower())
     if file.peek().startswith(GIT_LFS):
@@ -109,19 +109,19 @@ def open_input(path: str, scratch: Path) -> IO[bytes]:
 
             stream = pyarrow.CompressedInputStream(file, "zstd")
     with file:
-        return copy_of(stream, path, scratch)
+        return copy_to_scratch(stream, path, scratch)
 
 
-def copy_of(stream: IO[bytes], path: str, scratch: Path) -> IO[bytes]:
+def copy_to_scratch(stream: IO[bytes], path: str, scratch: Path) -> IO[bytes]:
     """Copy a stream that reads `path` into an unnamed file in the directory `scratch`. Return that
     file, at its start."""
     copy = tempfile.TemporaryFile(buffering=MIB, dir=scratch)
-    copy.writelines(pieces(stream, sys.maxsize, path))
+    copy.writelines(read_pieces(stream, sys.maxsize, path))
     copy.seek(0)
     return copy
 
 
-def pieces(stream: IO[bytes], size: int, path: str) -> Iterator[bytes]:
+def read_pieces(stream: IO[bytes], size: int, path: str) -> Iterator[bytes]:
     """Yield the next `size` bytes of a stream that reads `path`, in pieces of a few MB."""
     while size > 0:
         with any_error_as_data_error(path):
@@ -132,7 +132,7 @@ def pieces(stream: IO[bytes], size: int, path: str) -> Iterator[bytes]:
         size -= len(piece)
 
 
-def fault_of(head: bytes, is_text: bool, binary: bool) -> str | None:
+def find_fault(head: bytes, is_text: bool, binary: bool) -> str | None:
     """Return why a file is not what is meant, given its first bytes; None if they show nothing.
 
     is_text: it is read as it stands. Then it may have no NUL, and no more than 3% of bytes that are
@@ -224,7 +224,7 @@ def table_rows(path: str, file: IO[bytes], field: str) -> Iterator[object]:
             batches = pyarrow.ipc.open_stream(file)
             schema = batches.schema
         if field not in schema.names:
-            yield without_field(field, schema.names)
+            yield missing_field(field, schema.names)
             return
         for batch in batches:
             batch.validate(full=True)  # before a damaged offset is followed
@@ -263,18 +263,18 @@ def hub_rows(name: str, field: str, config: str | None, split: str) -> Iterator[
         table = datasets.load_dataset(name, config, split=split, streaming=True)
         names = table.column_names or [field]
         if field not in names:
-            raise ValueError("".join(without_field(field, names)))
+            raise ValueError("".join(missing_field(field, names)))
         yield from table.select_columns([field])
 
 
-def without_field(field: str, names: Collection[str]) -> Fault:
+def missing_field(field: str, names: Collection[str]) -> Fault:
     """Describe a record or a table that has fields of other names."""
     shown = ", ".join(names)[:400] or "nothing"
     remedy = "make one text of them (docs/guide/data.md), or use `data.py prepare --field NAME`"
     return Fault(f"without a text in {field!r}", f": it has {shown}: {remedy}")
 
 
-def text_of(record: object, field: str) -> bytes | Fault | None:
+def record_text(record: object, field: str) -> bytes | Fault | None:
     """Return the text of a record in UTF-8, None for a blank line.
 
     A record of type bytes is a JSON line. The text is the `field` of an object or of a table's row,
@@ -293,7 +293,7 @@ def text_of(record: object, field: str) -> bytes | Fault | None:
     text = record
     if isinstance(record, dict):
         if field not in record:
-            return without_field(field, record)
+            return missing_field(field, record)
         text = record[field]
     if isinstance(text, bytes | Fault):
         return text

@@ -29,15 +29,15 @@ from spider.data.inputs import (
     MIB,
     PYDOC,
     Fault,
-    fault_of,
+    find_fault,
     hub_rows,
     json_records,
-    naming,
     open_input,
-    pieces,
+    read_pieces,
+    record_text,
     table_rows,
-    text_of,
     uncompressed_name,
+    with_filename,
 )
 from spider.data.shard_files import (
     ID_BYTES,
@@ -54,16 +54,16 @@ from spider.vocabulary import BOS_ID, EOS_ID, VOCAB_SIZE
 
 HUB_NAME = re.compile(r"\w[\w.-]*/[\w.-]+")  # owner/name of a data set
 UNFINISHED = ".prepare"  # folder in --out for shards until all are complete, and for copies
-FEW = 10_000  # documents, at most, that are divided anew if a split gets too little
+MAX_BUFFERED = 10_000  # documents, at most, that are divided anew if a split gets too little
 SHARD_MB = 256  # size of a shard
 
 # Numbers of documents are hashes of 64 bits, but for the two parts of a text
-VALIDATES = -1
-TRAINS = 2**64
+ALWAYS_VAL = -1
+ALWAYS_TRAIN = 2**64
 
 # Source code and markup that people write; not configuration, data, drawings (.yaml, .toml, .xml,
 # .svg) and notebooks.
-SOURCES = """
+CODE_EXTENSIONS = """
     .adoc .asm .bash .bat .c .cc .clj .cmake .cpp .cs .css .cu .cuh .cxx .dart .el .ex .exs .f .f90
     .fs .go .h .hh .hpp .hs .htm .html .java .jl .js .jsx .kt .less .lisp .lua .m .markdown .md .mjs
     .ml .mli .mm .nim .org .pas .php .pl .pm .proto .ps1 .py .pyi .pyx .r .rb .rs .rst .s .scala
@@ -71,7 +71,7 @@ SOURCES = """
 """.split()
 
 # How a file is read, by its extension
-KINDS = dict.fromkeys(SOURCES, "document") | {
+FORMATS = dict.fromkeys(CODE_EXTENSIONS, "document") | {
     ".txt": "text",
     ".jsonl": "JSON lines",
     ".ndjson": "JSON lines",
@@ -83,7 +83,7 @@ KINDS = dict.fromkeys(SOURCES, "document") | {
 
 # JSON that this program writes. Directories are read without it, so that a run there does not
 # change the text.
-WRITTEN = (METADATA, "metrics.jsonl", "trace.json")
+OWN_JSON_FILES = (METADATA, "metrics.jsonl", "trace.json")
 
 # --------------------------------------------------------------------------------------------------
 # Inputs become documents
@@ -93,7 +93,7 @@ class Input(NamedTuple):
     """A file, standard input (-), PYDOC or a data set of the hub, and how it is read."""
 
     path: str
-    kind: str  # a value of KINDS, or stdin, hub
+    kind: str  # a value of FORMATS, or stdin, hub
 
     def size(self) -> int | None:
         """Return how many bytes will be read, None if that is not known before."""
@@ -117,7 +117,7 @@ class Documents:
 
     field: str = "text"  # the name of the JSON field or the column that has the text
     val_fraction: float = 0.1
-    endings: tuple[str, ...] = ()  # if any: read files with these alone, a document each
+    extensions: tuple[str, ...] = ()  # if any: read files with these alone, a document each
     hub_config: str | None = None  # configuration of a data set of the hub
     hub_split: str = "train"  # split of a data set of the hub
     strict: bool = False
@@ -126,7 +126,7 @@ class Documents:
     # files below directories that are not read because of their names, by extension
     unread: Counter[str] = dataclasses.field(default_factory=Counter)
     # by kind of fault: all files, or the first record
-    places: dict[str, list[str]] = dataclasses.field(default_factory=dict)
+    skipped_at: dict[str, list[str]] = dataclasses.field(default_factory=dict)
 
     def find(self, argument: str) -> list[Input]:
         """List the inputs that an argument of the command line names."""
@@ -138,21 +138,21 @@ class Documents:
             return [Input(PYDOC, "text")]
         refuse_address(argument)
         # Neither a dead link nor a mistyped name of a file is looked up at the hub.
-        is_file = os.path.lexists(argument) or self._kind_of(argument) is not None
-        if self.endings or is_file or not HUB_NAME.fullmatch(argument):
+        is_file = os.path.lexists(argument) or self._format_of(argument) is not None
+        if self.extensions or is_file or not HUB_NAME.fullmatch(argument):
             raise DataError(f"{argument}: no such file or directory")
         return [Input(argument, "hub")]
 
-    def _kind_of(self, path: str | Path) -> str | None:
+    def _format_of(self, path: str | Path) -> str | None:
         """Return how a file is read, by its name; None if it is not."""
         name = uncompressed_name(path)
-        if self.endings:
-            return "document" if name.endswith(self.endings) else None
-        return KINDS.get(Path(name).suffix)
+        if self.extensions:
+            return "document" if name.endswith(self.extensions) else None
+        return FORMATS.get(Path(name).suffix)
 
     def _find_files(self, argument: str) -> list[Input]:
         """List a named file, or the inputs below a directory in sorted order, and count the other
-        files there. A named file whose extension is not in KINDS is read as text."""
+        files there. A named file whose extension is not in FORMATS is read as text."""
 
         def skip_folder(error: OSError):
             if error.filename == argument:
@@ -163,11 +163,11 @@ class Documents:
         is_named = not os.path.isdir(argument)
         if not is_named:
             below = map(Path, files_below(argument, skip_folder))
-            paths = sorted(path for path in below if path.name not in WRITTEN)
-        default = "text" if is_named and not self.endings else None
+            paths = sorted(path for path in below if path.name not in OWN_JSON_FILES)
+        default = "text" if is_named and not self.extensions else None
         inputs = []
         for path in paths:
-            kind = self._kind_of(path) or default
+            kind = self._format_of(path) or default
             if kind is None:
                 self.unread[path.suffix or "without extension"] += 1
             elif is_named or os.path.isfile(path) and os.access(path, os.R_OK):
@@ -175,7 +175,7 @@ class Documents:
             else:
                 self.skip("unreadable, a dead link or no regular file", str(path))
         if not inputs and not self.skipped:
-            kinds = " ".join(self.endings) or "text, code, JSON or table"
+            kinds = " ".join(self.extensions) or "text, code, JSON or table"
             raise DataError(
                 f"{argument}: no {kinds} file: `data.py prepare --ext .EXT` reads other texts, "
                 f"`train.py --data_dir` shards"
@@ -209,7 +209,7 @@ class Documents:
             rows = hub_rows(path, self.field, self.hub_config, self.hub_split)
             yield from self._documents_of_records(rows, path)
             return
-        with open_input(path, scratch) as file, naming(path):
+        with open_input(path, scratch) as file, with_filename(path):
             yield from self._documents_of_file(file, source)
 
     def _documents_of_file(self, file: IO[bytes], source: Input) -> Iterator[Document]:
@@ -218,8 +218,8 @@ class Documents:
         start = len(BOM_UTF8) if head.startswith(BOM_UTF8) else 0
         size = file.seek(0, os.SEEK_END) - start
         file.seek(start)
-        kind = guess_kind(head[start:]) if source.kind == "stdin" else source.kind
-        fault = fault_of(head, kind in ("text", "document"), self.binary)
+        kind = guess_format(head[start:]) if source.kind == "stdin" else source.kind
+        fault = find_fault(head, kind in ("text", "document"), self.binary)
         if size == 0:
             self.skip("empty", path)
         elif fault is not None:
@@ -231,9 +231,9 @@ class Documents:
         elif kind == "JSON":
             yield from self._documents_of_records(json_records(path, file), path)
         elif kind == "document":
-            number = hash_of(pieces(file, size, path))
+            number = hash_text(read_pieces(file, size, path))
             file.seek(start)
-            yield number, pieces(file, size, path)
+            yield number, read_pieces(file, size, path)
         else:
             yield from self._cut(file, size, path)
 
@@ -241,21 +241,21 @@ class Documents:
         """Yield the next `size` bytes of a file as two documents, since the end validates."""
         train_size = int(size * (1 - self.val_fraction))
         if train_size:
-            yield TRAINS, pieces(file, train_size, path)
+            yield ALWAYS_TRAIN, read_pieces(file, train_size, path)
         if train_size < size:
-            yield VALIDATES, pieces(file, size - train_size, path)
+            yield ALWAYS_VAL, read_pieces(file, size - train_size, path)
 
     def _documents_of_records(self, records: Iterator[object], path: str) -> Iterator[Document]:
-        """Yield the documents of an input's records (see text_of), but for bad ones and blank
+        """Yield the documents of an input's records (see record_text), but for bad ones and blank
         lines."""
         for number, record in enumerate(records, 1):
-            text = text_of(record, self.field)
+            text = record_text(record, self.field)
             if isinstance(text, Fault):
                 self.skip(text.kind, f"{path}:{number}", text.detail, is_file=False)
             elif text is not None:
-                yield hash_of([text]), [text]
+                yield hash_text([text]), [text]
 
-    def divide(
+    def assign_splits(
         self, documents: Iterator[Document], scratch: Path
     ) -> Iterator[tuple[str, Iterable[bytes]]]:
         """Yield the split of each document, and its text.
@@ -266,7 +266,7 @@ class Documents:
         the lowest numbers validate until val_fraction of the bytes is held out. Of a document that
         has half of the bytes, or more than five times val_fraction of them, only the end validates.
 
-        The first FEW documents wait in a temporary file in the directory `scratch`.
+        The first MAX_BUFFERED documents wait in a temporary file in the directory `scratch`.
         """
         limit = self.val_fraction * 2**64  # of the numbers that validate
         longest = math.inf  # bytes of a document that is not cut
@@ -279,8 +279,8 @@ class Documents:
         waiting: list[tuple[int, int]] = []  # number and size of each document
         sizes: Counter[int] = Counter()  # of all equal documents, by number
         with TemporaryFile(dir=scratch) as file:
-            for number, text in islice(documents, FEW):
-                is_part = number in (TRAINS, VALIDATES)  # of a text, which may be large
+            for number, text in islice(documents, MAX_BUFFERED):
+                is_part = number in (ALWAYS_TRAIN, ALWAYS_VAL)  # of a text, which may be large
                 if is_part and not waiting:
                     yield from splits_of([(number, text)])
                     continue
@@ -307,7 +307,7 @@ class Documents:
                 if number < limit and sizes[number] >= longest:
                     yield from splits_of(self._cut(file, size, file_name))
                 else:
-                    yield from splits_of([(number, pieces(file, size, file_name))])
+                    yield from splits_of([(number, read_pieces(file, size, file_name))])
             yield from splits_of(chain(following, documents))
 
     def skip(self, kind: str, place: str, detail: str = "", is_file: bool = True):
@@ -316,12 +316,12 @@ class Documents:
         if self.strict:
             raise DataError(f"{place}: {kind}{detail}")
         self.skipped[kind] += 1
-        places = self.places.setdefault(kind, [])
+        places = self.skipped_at.setdefault(kind, [])
         if is_file or not places:
             places.append(place + detail)
 
 
-def hash_of(text: Iterable[bytes]) -> int:
+def hash_text(text: Iterable[bytes]) -> int:
     """Return the number of a document, a hash of its text."""
     digest = hashlib.blake2b(digest_size=8, person=b"validation")
     for piece in text:
@@ -329,7 +329,7 @@ def hash_of(text: Iterable[bytes]) -> int:
     return int.from_bytes(digest.digest(), "little")
 
 
-def guess_kind(head: bytes) -> str:
+def guess_format(head: bytes) -> str:
     """Guess the kind of standard input by its first bytes, and say which one it is."""
     kind = "text"
     if re.match(rb'\s*\{\s*"', head):
@@ -418,7 +418,7 @@ def prepare(
     metadata = read_metadata(path) if path.exists() else {}
     before = metadata.get("sources", {})
     if reuse:
-        documents.endings = tuple(metadata.get("ext", ()))
+        documents.extensions = tuple(metadata.get("ext", ()))
     inputs: list[Input] = []
     sources = {}  # size and newest change of the files of each argument; 0 for the hub
     for argument in arguments:
@@ -443,22 +443,23 @@ def prepare(
             origin = " ".join(before) or "other data"
             raise DataError(
                 f"{out}: has shards already, of {origin} as it was then. To go on with them: "
-                f"{run_on(out)}. New ones: python data.py prepare "
-                f"{' '.join(map(quoted, arguments))} --out {quoted(new)}, then {run_on(new)}"
+                f"{training_flags(out)}. New ones: python data.py prepare "
+                f"{' '.join(map(quoted, arguments))} --out {quoted(new)}, then "
+                f"{training_flags(new)}"
             )
         try:
-            with naming(out):
+            with with_filename(out):
                 folder.mkdir()
                 writers = {split: ShardWriter(folder, split, shard_ids) for split in SPLITS}
                 read = documents.read_all(inputs, folder)
-                for split, text in documents.divide(read, folder):
+                for split, text in documents.assign_splits(read, folder):
                     writers[split].write(text)
                 entries = []
                 for writer in writers.values():
                     writer.finish_shard()
                     entries += writer.entries
                 totals = {split: writer.totals() for split, writer in writers.items()}
-                report(arguments, documents, totals)
+                report_skipped(arguments, documents, totals)
                 metadata = dict(
                     vocab_size=VOCAB_SIZE,
                     dtype="uint16",
@@ -466,12 +467,12 @@ def prepare(
                     inputs=arguments,
                     sources=sources,
                     field=documents.field,
-                    ext=documents.endings,
+                    ext=documents.extensions,
                     binary=documents.binary,
                     val_fraction=documents.val_fraction,
                     split_by="blake2b of the text",
                     skipped=documents.skipped,
-                    skipped_at=documents.places,
+                    skipped_at=documents.skipped_at,
                     shards=[entry._asdict() for entry in entries],
                 )
                 with durable(path) as file:
@@ -492,13 +493,15 @@ def prepare(
     say(f"{out}: {counts}")
 
 
-def run_on(data: Path) -> str:
+def training_flags(data: Path) -> str:
     """Return the flags of train.py that replace --text, for shards in a directory."""
     run = f"checkpoints/{data.name}"
     return f"--data_dir {quoted(data)} --ckpt_dir {quoted(run)} instead of --text"
 
 
-def report(arguments: Sequence[str], documents: Documents, totals: dict[str, dict[str, int]]):
+def report_skipped(
+    arguments: Sequence[str], documents: Documents, totals: dict[str, dict[str, int]]
+):
     """Print what was skipped, and whether there is a validation split. Raise DataError without
     training data."""
     if documents.unread:
@@ -507,7 +510,7 @@ def report(arguments: Sequence[str], documents: Documents, totals: dict[str, dic
         note(f"prepare: skipped by name: {shown}; --ext names all that are read")
     faults = []
     for kind, count in documents.skipped.items():
-        places = documents.places[kind][:20]
+        places = documents.skipped_at[kind][:20]
         first = "first: " if len(places) < count else ""
         faults.append(f"{count:,} {kind} ({first}{', '.join(places)})")
     if not totals["train"]["ids"]:

@@ -1,7 +1,7 @@
 """Score texts, and let a model learn while it reads them.
 
     score_windows      score a text by overlapping windows
-    Adaptation         score a text while the model learns from it
+    DynamicEvaluation         score a text while the model learns from it
     count_characters   count the characters of a text, for bits per character
 
 A text is a stream of ids.
@@ -40,7 +40,7 @@ class Span(NamedTuple):
     context: int  # number of first labels that do not count: another row has scored them
 
 
-def cut(length: int, first: int, counted: int, context: int) -> Iterator[Span]:
+def cut_spans(length: int, first: int, counted: int, context: int) -> Iterator[Span]:
     """Cut a text of `length` ids into rows: the first one counts its `first` labels, each further
     one `counted` labels after at most `context` others. Every id after the first counts once."""
     last = length - 1
@@ -53,10 +53,10 @@ def cut(length: int, first: int, counted: int, context: int) -> Iterator[Span]:
         stop += counted
 
 
-def half_overlapping(length: int, seq_len: int) -> Iterator[Span]:
+def half_overlapping_spans(length: int, seq_len: int) -> Iterator[Span]:
     """Cut a text of `length` ids into windows of at most seq_len that overlap by half."""
     stride = max(1, seq_len // 2)
-    return cut(length, seq_len, stride, seq_len - stride)
+    return cut_spans(length, seq_len, stride, seq_len - stride)
 
 
 def read_rows(
@@ -72,10 +72,10 @@ def read_rows(
     return ids, labels
 
 
-def windows(stream: Stream, seq_len: int, batch: int) -> Iterator[tuple[Tensor, Tensor]]:
+def window_batches(stream: Stream, seq_len: int, batch: int) -> Iterator[tuple[Tensor, Tensor]]:
     """Cut a stream into batches of (ids, labels), int64 [n, seq_len], of windows that overlap by
     half. Every byte after the first id is a label once."""
-    spans = half_overlapping(len(stream), seq_len)
+    spans = half_overlapping_spans(len(stream), seq_len)
     while rows := list(islice(spans, batch)):
         yield read_rows(stream, rows, seq_len, special=False)
 
@@ -88,17 +88,17 @@ def progress_bar(title: str, n_ids: int) -> ProgressBar | None:
 def score_windows(model: Spider, stream: Stream, seq_len: int, batch: int, n_loops: int) -> Totals:
     """Score the bytes of a stream by windows of at most seq_len bytes, `batch` at a time."""
     seq_len = min(seq_len, max(2, len(stream) - 1))
-    n_ids = seq_len * sum(1 for _ in half_overlapping(len(stream), seq_len))
+    n_ids = seq_len * sum(1 for _ in half_overlapping_spans(len(stream), seq_len))
     return score_model(
         model,
-        windows(stream, seq_len, batch),
+        window_batches(stream, seq_len, batch),
         n_loops,
         World({}, model.embed_tokens.device),
         progress_bar("evaluating", n_ids),
     )
 
 
-COUNTED = 1 << 20  # ids of a text that are decoded at once, to count characters
+DECODE_CHUNK = 1 << 20  # ids of a text that are decoded at once, to count characters
 
 
 def count_characters(stream: Stream, special: bool) -> int:
@@ -107,8 +107,8 @@ def count_characters(stream: Stream, special: bool) -> int:
     as EOS, count as one each."""
     decoder = codecs.getincrementaldecoder("utf-8")("surrogateescape")
     count = 0
-    for start in range(1, len(stream), COUNTED):
-        padded = stream.read(start, min(start + COUNTED, len(stream)))
+    for start in range(1, len(stream), DECODE_CHUNK):
+        padded = stream.read(start, min(start + DECODE_CHUNK, len(stream)))
         ids = padded[padded != PAD_ID]
         above = ids > 255
         as_bytes = np.where(above, 0, ids).astype(np.uint8).tobytes()  # a special id is one NUL
@@ -119,16 +119,16 @@ def count_characters(stream: Stream, special: bool) -> int:
 
 
 # --------------------------------------------------------------------------------------------------
-# Adapting: dynamic evaluation, Krause et al., arXiv 1709.07432. Rates, chunk and context are
-# measured in docs/results/learning.md, "Adaptation".
+# Dynamic evaluation: Krause et al., arXiv 1709.07432. Rates, chunk and context are measured in
+# docs/results/learning.md, "Adaptation".
 
-RATE = 0.4  # the tables' learning rate; in training 0.25
-DENSE_RATE = 1.5e-4  # AdamW's learning rate, for all other weights
+TABLE_LR = 0.4  # the tables' learning rate; in training 0.25
+DENSE_LR = 1.5e-4  # AdamW's learning rate, for all other weights
 CHUNK = 1024  # bytes between two steps
 CONTEXT = 1024  # bytes before a chunk that the model sees, at most
 
 
-class Adaptation:
+class DynamicEvaluation:
     """A model that learns from what it reads.
 
     It scores a chunk. Then all weights take one step on the chunk's gradient. So every byte is
@@ -146,10 +146,10 @@ class Adaptation:
             )
         self.model = model
         self.n_loops = n_loops
-        self.adagrad = RowwiseAdagrad(tables, RATE)
+        self.adagrad = RowwiseAdagrad(tables, TABLE_LR)
         load_optimizers(UNSHARDED, {"engram": self.adagrad}, {"engram": accumulators})
         dense = [p for p in model.parameters() if p not in self.adagrad.tables]
-        self.adamw = torch.optim.AdamW(dense, DENSE_RATE, weight_decay=0, fused=True)
+        self.adamw = torch.optim.AdamW(dense, DENSE_LR, weight_decay=0, fused=True)
         # The accumulators are of gradients of a mean over so many bytes.
         self.bytes_per_step = saved["bytes_seen"] / saved["step"]
 
@@ -167,7 +167,7 @@ class Adaptation:
 
     def score(self, stream: Stream, special: bool) -> Totals:
         """Read a stream. special: whether ids above 255 count, too."""
-        spans = list(cut(len(stream), CHUNK, CHUNK, CONTEXT))
+        spans = list(cut_spans(len(stream), CHUNK, CHUNK, CONTEXT))
         n_ids = sum(span.stop - span.start for span in spans)
         rows = (read_rows(stream, [span], span.stop - span.start, special) for span in spans)
         # a row without a label has no gradient to step by

@@ -43,7 +43,7 @@ def write_export(path: Path, saved: dict, directory: str):
     library = safetensors()
     target = Path(os.path.realpath(directory))
     unfinished = target.with_name(f".{target.name}.unfinished-export")
-    texts = texts_of(path, saved)
+    texts = export_texts(path, saved)
     weights = {
         PREFIX + name: weight.contiguous() for name, weight in saved["model_state_dict"].items()
     }
@@ -87,9 +87,9 @@ def as_json(value) -> str:
 # Texts
 
 
-def texts_of(path: Path, saved: dict) -> dict[str, str]:
+def export_texts(path: Path, saved: dict) -> dict[str, str]:
     """Return the texts of all files of an export except the weights, by name."""
-    facts = facts_of(path, saved)
+    facts = training_facts(path, saved)
     texts = flat_modules(f"spider.inference.{ADAPTER}")
     texts["LICENSE"] = license_text()
     dtype = saved["model_state_dict"]["embed_tokens"].dtype
@@ -167,7 +167,7 @@ def license_text() -> str:
     return text
 
 
-def facts_of(path: Path, saved: dict) -> dict:
+def training_facts(path: Path, saved: dict) -> dict:
     """Return the facts of a model's training as plain values, from its checkpoint and its run's
     metrics.jsonl."""
     facts = {name: saved[name] for name in ("step", "bytes_seen", "recipe") if name in saved}

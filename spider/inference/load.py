@@ -1,6 +1,6 @@
 """Find and load a trained model.
 
-    read_checkpoint, best_of   find and read a checkpoint, an export, or the newest of a run
+    read_checkpoint, find_best   find and read a checkpoint, an export, or the newest of a run
     model_of, decoder_of       build the model of a checkpoint
 
 `saved` is the content of a checkpoint, as load_checkpoint returns it.
@@ -95,7 +95,7 @@ def mention_best(directory: Path, newest: dict):
         )
 
 
-def best_of(name: str) -> str:
+def find_best(name: str) -> str:
     """Return the path of the checkpoint with the lowest validation loss of a run, see find_run."""
     run, called = find_run(name)
     best = best_checkpoint(run)

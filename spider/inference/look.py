@@ -1,9 +1,9 @@
 """Look inside a model as it reads a text: segments, loops, surprise, routing, gates and votes
 (`sample.py --show`).
 
-    read          run a model over a text and record what it does
-    in_terminal   show the text with its segments in a terminal
-    write_page    show all of it as an HTML page
+    analyze          run a model over a text and record what it does
+    render_terminal  show the text with its segments in a terminal
+    render_page      show all of it as an HTML page
 
 page.html is the page's template. Its script draws the embedded JSON data. The page is one file that
 loads nothing: its content security policy only allows its own script, and all data (text,
@@ -36,15 +36,15 @@ from torch.utils.hooks import RemovableHandle
 from spider.errors import DataError, one_line, printable
 from spider.files import durable
 from spider.inference.adapt import progress_bar
-from spider.inference.export import facts_of
+from spider.inference.export import training_facts
 from spider.model.layers import rms_norm
 from spider.model.memory import OutputEngram
 from spider.vocabulary import BOS_ID
 from spider_model import LayerOutput, RecurrentBlock, Spider
 
 TEMPLATE = Path(__file__).with_name("page.html")
-LONGEST = 1 << 20  # maximum bytes of a text, for a page that a browser can open
-PRINTED = 4096  # bytes that a terminal shows
+MAX_TEXT_BYTES = 1 << 20  # maximum bytes of a text, for a page that a browser can open
+MAX_PRINTED_BYTES = 4096  # bytes that a terminal shows
 WINDOW = 8192  # bytes that the model reads at once, half of them context
 LIKELIEST = 3  # bytes that are named as expected
 
@@ -61,7 +61,7 @@ SHADES_OF = {"bits": BITS, "gates": GATES, "votes": VOTES}
 Visit = tuple[int, int]  # a layer of the core and a loop, both from 0
 
 
-class Record:
+class Recorder:
     """Record the internals of a model inside its context, by hooks of forward passes over one row.
 
     A text may take several passes. Each records its ids after the first `context`, which an earlier
@@ -82,7 +82,7 @@ class Record:
         self.core_rows = slice(0)  # of this pass's segments
         self.loop = -1
 
-    def __enter__(self) -> "Record":
+    def __enter__(self) -> "Recorder":
         engram = self.model.engram_output
         if engram is not None:
             self.hooks.append(engram.register_forward_hook(self._record_bytes))
@@ -169,11 +169,11 @@ class Analysis:
     percent: list[int]  # [bytes * LIKELIEST] their probabilities
     segment: list[int]  # [bytes] number of the byte's segment
     ends: list[bool]  # [bytes] whether the byte ends its segment
-    record: Record
+    record: Recorder
 
 
 @torch.no_grad()
-def read(model: Spider, text: bytes, n_loops: int) -> Analysis:
+def analyze(model: Spider, text: bytes, n_loops: int) -> Analysis:
     """Run a model in evaluation mode over a text of at least one byte. A long one is read in
     windows that overlap by half.
 
@@ -184,7 +184,7 @@ def read(model: Spider, text: bytes, n_loops: int) -> Analysis:
     likeliest: list[int] = []
     percent: list[int] = []
     done = 0  # ids that are recorded
-    with Record(model) as record, model.cast_weights_once():
+    with Recorder(model) as record, model.cast_weights_once():
         while done < len(ids):
             first = max(0, done - WINDOW // 2)
             record.context = done - first
@@ -212,16 +212,16 @@ def read(model: Spider, text: bytes, n_loops: int) -> Analysis:
     return Analysis(text, bits, likeliest, percent, segment, ends[1:], record)
 
 
-def take_text(argument: str) -> tuple[bytes, str]:
-    """Return the first LONGEST bytes of the text that --show names, and its name without a path.
+def read_text_argument(argument: str) -> tuple[bytes, str]:
+    """Return the first MAX_TEXT_BYTES of the text that --show names, and its name without a path.
     Raise DataError if it is empty, or a path without a file."""
     if argument == "-":
         name = "standard input"
-        text = sys.stdin.buffer.read(LONGEST + 1)
+        text = sys.stdin.buffer.read(MAX_TEXT_BYTES + 1)
     elif os.path.exists(argument):
         name = Path(argument).name
         with open(argument, "rb") as file:
-            text = file.read(LONGEST + 1)
+            text = file.read(MAX_TEXT_BYTES + 1)
     elif re.fullmatch(r"\S*/\S*|.*\.[A-Za-z]\w*", argument):
         raise DataError(
             f"--show: {argument}: no such file; pipe a text that looks like one to --show -"
@@ -232,9 +232,9 @@ def take_text(argument: str) -> tuple[bytes, str]:
         logger.info(f"--show: there is no file {argument!r}, so this is the text")
     if not text:
         raise DataError(f"--show: {name} is empty")
-    if len(text) > LONGEST:
-        name = f"the first {LONGEST:,} bytes of {name}"
-        text = text[:LONGEST]
+    if len(text) > MAX_TEXT_BYTES:
+        name = f"the first {MAX_TEXT_BYTES:,} bytes of {name}"
+        text = text[:MAX_TEXT_BYTES]
         logger.warning(f"--show: only {name}")
     return text, name
 
@@ -251,7 +251,7 @@ def characters(text: bytes) -> Iterator[tuple[str, int, int]]:
         start += len(raw)
 
 
-def facts(analysis: Analysis) -> list[str]:
+def text_facts(analysis: Analysis) -> list[str]:
     """Summarize a text in lines: bits per byte and, if there are any, segments and loops."""
     n_bytes = len(analysis.text)
     segments = sum(analysis.ends)
@@ -272,9 +272,9 @@ SHADES = (234, 53, 89, 125, 166, 208, 220, 229)
 SMALL_DIGITS = str.maketrans("0123456789", "⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
-def paint(text: str, style: str, colour: bool) -> str:
+def paint(text: str, style: str, color: bool) -> str:
     """Return text in a style of ANSI, or plain."""
-    return f"\x1b[0{style}m{text}\x1b[0m" if colour else text
+    return f"\x1b[0{style}m{text}\x1b[0m" if color else text
 
 
 def shade(bits: float) -> str:
@@ -284,41 +284,41 @@ def shade(bits: float) -> str:
     return f";38;5;{text};48;5;{SHADES[level]}"
 
 
-def in_terminal(analysis: Analysis, colour: bool) -> Iterator[str]:
-    """Yield the first PRINTED bytes of the text with its segments, a legend and the facts, in plain
-    characters or with ANSI colors."""
+def render_terminal(analysis: Analysis, color: bool) -> Iterator[str]:
+    """Yield the first MAX_PRINTED_BYTES of the text with its segments, a legend and the facts, in
+    plain characters or with ANSI colors."""
     loops = analysis.record.loops
     loops_vary = len(set(loops)) > 1
     for glyph, start, stop in characters(analysis.text):
-        if start >= PRINTED:
+        if start >= MAX_PRINTED_BYTES:
             yield f" ... (all {len(analysis.text):,} bytes are on the page)"
             break
         style = shade(sum(analysis.bits[start:stop]))
-        yield paint(glyph.replace("\\n", "↵"), style, colour)
+        yield paint(glyph.replace("\\n", "↵"), style, color)
         for byte in range(start, stop):
             if analysis.ends[byte]:
                 n_loops = str(loops[analysis.segment[byte]])
                 mark = n_loops.translate(SMALL_DIGITS) if loops_vary else "│"
-                yield paint(mark, ";2", colour)
+                yield paint(mark, ";2", color)
         if glyph == "\\n":
             yield "\n"
     yield "\n\n"
 
-    if colour:
-        shades = [paint(f" {limit:g} ", shade(limit), colour) for limit in (0, *BITS)]
+    if color:
+        shades = [paint(f" {limit:g} ", shade(limit), color) for limit in (0, *BITS)]
         yield f"bits: {''.join(shades)} and more\n"
     if loops_vary:
         yield "a small number after a segment is the number of its loops\n"
     elif loops:
         yield "segments end at │\n"
-    yield "\n".join(facts(analysis))
+    yield "\n".join(text_facts(analysis))
 
 
 # --------------------------------------------------------------------------------------------------
 # As a page
 
 
-def write_page(analysis: Analysis, title: str, model: Spider, run: list[str]) -> str:
+def render_page(analysis: Analysis, title: str, model: Spider, run: list[str]) -> str:
     """Fill the template and return the page as HTML. run: facts of the training run."""
     template = TEMPLATE.read_text(encoding="utf-8")
     _, _, rest = template.partition("<script>")
@@ -338,7 +338,7 @@ def write_page(analysis: Analysis, title: str, model: Spider, run: list[str]) ->
 def run_facts(path: Path, saved: dict, model: nn.Module) -> list[str]:
     """Summarize a model and its training run, given its checkpoint and content. Paths are left
     out."""
-    facts = facts_of(path, {"flags": {}} | saved)
+    facts = training_facts(path, {"flags": {}} | saved)
     size = f"{sum(p.numel() for p in model.parameters()) / 1e6:.1f}M parameters"
     if "recipe" in facts:
         size = f"{facts['recipe']}, {size}"
@@ -362,7 +362,7 @@ def page_data(analysis: Analysis, model: Spider, run: list[str]) -> dict[str, An
     load = analysis.record.load
     return {
         "run": run,
-        "facts": facts(analysis),
+        "facts": text_facts(analysis),
         "shades": SHADES_OF,
         "names": [printable([i]) for i in range(model.config.vocab_size)],
         "glyphs": [glyph for glyph, _, _ in drawn],
@@ -409,13 +409,13 @@ def show(
 ):
     """Print the analysis of the text that --show names. Write the page to `page`, or beside the
     checkpoint, whose content is `saved`."""
-    text, name = take_text(argument)
+    text, name = read_text_argument(argument)
     directory = checkpoint if checkpoint.is_dir() else checkpoint.parent
     out = directory / "look.html" if page is None else Path(page)
-    analysis = read(model, text, n_loops)
-    print("".join(in_terminal(analysis, shows_colour())), flush=True)
+    analysis = analyze(model, text, n_loops)
+    print("".join(render_terminal(analysis, wants_color())), flush=True)
     run = run_facts(directory / checkpoint.name, saved, model)
-    content = write_page(analysis, f"{checkpoint.absolute().name} reads {name}", model, run)
+    content = render_page(analysis, f"{checkpoint.absolute().name} reads {name}", model, run)
     try:
         with durable(out, "wb") as file:
             file.write(content.encode())
@@ -426,7 +426,7 @@ def show(
     print(one_line(f"the page: {out}"))
 
 
-def shows_colour() -> bool:
+def wants_color() -> bool:
     """Tell whether stdout is a terminal whose user wants colors."""
     if os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb":
         return False

@@ -182,7 +182,7 @@ def estimate_memory(plan: "Plan", world: World) -> dict[str, float]:
         "optimizer": state.dense_state / world.shards + state.table_state,
         "cast weights": casts,
         "activations": kept,
-        # ids and labels, int64, of this step and the next one (data.Feed)
+        # ids and labels, int64, of this step and the next one (data.Prefetcher)
         "batches": 2 * 2 * 8 * rows * flags.grad_accum,
         "gathered weights": gathered,
     }

@@ -1,8 +1,8 @@
 """Score rows of bytes: the one loop over them, and the one sum of what they give.
 
 Three scorers share it. Training evaluates its validation rows (train.evaluate), sample.py --eval
-scores texts (inference.score_windows), and --adapt scores texts from which the model learns
-(inference.Adaptation). They differ in the function that reads a batch.
+scores texts (inference.adapt.score_windows), and --adapt scores texts from which the model learns
+(inference.adapt.DynamicEvaluation). They differ in the function that reads a batch.
 
     score_batches   sum what a function reads from batches, over all ranks
     score_model     the same for a model in evaluation mode

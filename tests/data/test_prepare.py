@@ -143,7 +143,7 @@ def test_of_few_documents_of_one_size_the_end_of_each_validates_if_one_is_too_mu
 
 
 def test_more_than_few_documents_stay_as_drawn(monkeypatch):
-    monkeypatch.setattr("spider.data.prepare.FEW", 3)
+    monkeypatch.setattr("spider.data.prepare.MAX_BUFFERED", 3)
     write("in.jsonl", b"".join(b'"%s"\n' % text for text in texts_of_hash(4, 9, 0.5)))
     prepare("in.jsonl --out o")
     assert len(documents("o", "train")) == 4
