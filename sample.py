@@ -293,11 +293,11 @@ def open_text(name: str, field: str) -> Text:
 def read_ids(name: str, field: str) -> Stream:
     """Return the ids of a text file, or of JSON or a table with a document in each record. They are
     written to a temporary file, and mapped."""
-    kind = FORMATS.get(Path(uncompressed_name(name)).suffix, "document")
+    file_format = FORMATS.get(Path(uncompressed_name(name)).suffix, "document")
     documents = Documents(field, val_fraction=0.0, strict=True, binary=True)
     with tempfile.TemporaryDirectory() as directory, with_filename(directory):
         writer = ShardWriter(Path(directory), "text", sys.maxsize)
-        for _, text in documents.read(Input(name, kind), writer.folder):
+        for _, text in documents.read(Input(name, file_format), writer.folder):
             writer.write(text)
         writer.finish_shard()
         shards = [map_shard(os.path.join(directory, entry.name)) for entry in writer.entries]

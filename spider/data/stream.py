@@ -1,7 +1,8 @@
-"""Shards as one stream of ids, and the layout of an optimizer step: data.py, training and inference
-share both.
+"""Read shards as one stream of ids; describe the layout of an optimizer step. data.py, training and
+inference share both.
 
-torch is imported where it is used, so that `data.py prepare` does without its memory and seconds.
+torch is imported where it is used, because `data.py prepare` needs neither its memory nor its
+seconds.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class Shard(NamedTuple):
-    """The ids of a file, or a slice of them that begins at id `first` of the file."""
+    """The ids of a file, or a slice that begins at id `first` of the file."""
 
     path: str
     ids: np.ndarray  # uint16
@@ -34,14 +35,14 @@ class Stream:
 
     def __init__(self, shards: Iterable[Shard]):
         self.shards = list(shards)
-        # starts[i]: index of shard i's first id in the stream; the last entry is the length
+        # starts[i]: index in the stream of shard i's first id; the last entry is the length
         self.starts = [0, *accumulate(len(shard.ids) for shard in self.shards)]
 
     def __len__(self) -> int:
         return self.starts[-1]
 
     def read(self, start: int, stop: int) -> np.ndarray:
-        """Return ids start .. stop - 1, uint16. It is a view if they are all in one shard."""
+        """Return ids start .. stop - 1, uint16; a view if they are all in one shard."""
         number = bisect_right(self.starts, start) - 1
         shard_start = self.starts[number]
         if stop <= self.starts[number + 1]:
@@ -66,8 +67,7 @@ class Stream:
         return f"{shard.path}: byte offset {ID_BYTES * index_in_file}"
 
     def check(self, start: int, stop: int):
-        """Raise DataError at the first of the ids start .. stop - 1 that is not below
-        VOCAB_SIZE."""
+        """Raise DataError if one of the ids start .. stop - 1 is not below VOCAB_SIZE."""
         ids = self.read(start, stop)
         if ids.max() >= VOCAB_SIZE:
             first = int((ids >= VOCAB_SIZE).argmax())
@@ -79,9 +79,8 @@ class Stream:
     def rows(self, start: np.ndarray, stop: np.ndarray, seq_len: int) -> tuple[Tensor, Tensor]:
         """Read windows as (input_ids, labels), int64 [n, seq_len].
 
-        start, stop [n]: the inputs of a window are ids start .. stop - 1, its labels those one
-        further. Id `stop` is therefore a label only. Windows shorter than seq_len are filled with
-        PAD. A label that is PAD becomes IGNORED.
+        start, stop [n]: the inputs of a window are ids start .. stop - 1, its labels ids start + 1
+        .. stop. Windows shorter than seq_len are padded with PAD. PAD labels become IGNORED.
         """
         import torch
 
@@ -100,7 +99,8 @@ class Stream:
 
 
 class StepLayout(NamedTuple):
-    """How the sequences of an optimizer step are spread; it does not choose them."""
+    """How the sequences of an optimizer step are spread over ranks and micro-steps. The layout does
+    not choose the sequences."""
 
     micro_batch: int  # sequences per rank and micro-step
     grad_accum: int  # micro-steps
