@@ -447,4 +447,4 @@ def test_out_of_memory_is_one_line_with_the_remedy(files, monkeypatch, capsys):
     monkeypatch.setattr(Spider, "forward", fail)
     for argv in ("run --prompt x --samples 65536", "run --eval a.txt"):
         line = refused(argv.split(), capsys, program="sample.py", main=sample.main)
-        assert "lower --samples or --bytes, with --eval --batch or --seq_len" in line
+        assert "lower --samples or --bytes (with --eval: --batch or --seq_len)" in line

@@ -34,7 +34,7 @@ RUNS = "checkpoints"  # where train.py keeps runs by default
 
 def read_checkpoint(name: str, model_class: type[Spider]) -> tuple[Path, dict]:
     """Return the path and content of a checkpoint or export, or of the newest good checkpoint of a
-    run, see find_run. Raise UsageError or CheckpointError if there is none for the model class."""
+    run (see find_run). Raise UsageError or CheckpointError if there is none for the model class."""
     path = Path(name or RUNS)
     if path.is_file() and path.suffix != ".pt" and is_text(path):
         raise UsageError(
@@ -47,7 +47,7 @@ def read_checkpoint(name: str, model_class: type[Spider]) -> tuple[Path, dict]:
         run, called = find_run(name)
         newest = next(good_checkpoints(run), None)
         if newest is None:
-            raise UsageError(f"{run}: no checkpoint in it is usable: name another")
+            raise UsageError(f"{run}: contains no usable checkpoint: name another run")
         path, saved = newest
         logger.info(f"{path}, step {saved['step']}: the newest checkpoint of {called}")
         mention_best(run, saved)
@@ -57,17 +57,18 @@ def read_checkpoint(name: str, model_class: type[Spider]) -> tuple[Path, dict]:
 
 
 def is_text(path: Path) -> bool:
-    """Tell whether a file begins like a text: with bytes, and no NUL among them."""
+    """Return whether a file begins like a text: with bytes, none of them NUL."""
     with open(path, "rb") as file:
         beginning = file.read(1024)
     return b"\0" not in beginning and len(beginning) > 0
 
 
 def find_run(name: str) -> tuple[Path, str]:
-    """Return the directory of a run, and what to call it in the log: the named directory if it has
-    checkpoints, else the newest run below it. "" stands for the newest run in RUNS or below. The
-    newest run is the one whose newest checkpoint changed last. Raise UsageError if there is no
-    run."""
+    """Return the directory of a run, and its description for the log.
+
+    The run is the named directory if it has checkpoints, else the newest run below it; for "", the
+    newest run in or below RUNS. The newest run is the run whose newest checkpoint changed last.
+    Raise UsageError if there is no run."""
     directory = Path(name or RUNS)
     if name and checkpoint_paths(directory):
         return directory, name
@@ -78,15 +79,15 @@ def find_run(name: str) -> tuple[Path, str]:
             f"{directory}: no such directory, or no checkpoint in it: name another, or train "
             f"first: python train.py --text FILE"
         )
-    run = max(newest, key=lambda run: newest[run].lstat().st_mtime)  # of a dead link, too
+    run = max(newest, key=lambda run: newest[run].lstat().st_mtime)  # even of a dead link
     return run, f"the newest run (of {len(newest)} in {directory})"
 
 
 def mention_best(directory: Path, newest: dict):
-    """Log which checkpoint of a directory has a lower validation loss than the newest one, given
-    the content of the newest."""
+    """If another checkpoint of a directory has a lower validation loss than the newest checkpoint,
+    whose content is given, log its name."""
     if newest.get("best_loss", math.inf) in (newest.get("val_loss"), math.inf):
-        return  # the newest is the best, or none was evaluated: no other file is opened
+        return  # the newest is the best, or none was evaluated: open no other file
     best = lowest_loss(find_checkpoints(directory))
     if best is not None and best.step != newest["step"]:
         logger.info(
@@ -96,7 +97,7 @@ def mention_best(directory: Path, newest: dict):
 
 
 def find_best(name: str) -> str:
-    """Return the path of the checkpoint with the lowest validation loss of a run, see find_run."""
+    """Return the path of a run's checkpoint with the lowest validation loss (see find_run)."""
     run, called = find_run(name)
     best = best_checkpoint(run)
     logger.info(
@@ -108,7 +109,7 @@ def find_best(name: str) -> str:
 def model_of(
     saved: dict, device: torch.device, dtype: torch.dtype, model_class: type[Spider]
 ) -> Spider:
-    """Build the model of a checkpoint in evaluation mode, with products in a dtype."""
+    """Build the model of a checkpoint in evaluation mode, with products in `dtype`."""
     model = on_meta(model_class, SpiderConfig.from_saved(saved["cfg"]))
     materialize(model, device, saved["model_state_dict"])
     model.compute_dtype = dtype
@@ -119,10 +120,8 @@ def model_of(
 
 
 def decoder_of(saved: dict, device: torch.device, model_class: type[Spider]) -> Spider:
-    """Build the model of a checkpoint in the precision that decodes fastest.
-
-    That is bf16 on a GPU, and fp32 on a CPU, where bf16 takes several times as long for a single
-    row."""
+    """Build the model of a checkpoint in the precision that decodes fastest: bf16 on a GPU, fp32 on
+    a CPU, where a single row takes several times as long in bf16."""
     dtype = torch.float32
     if device.type == "cuda" and multiplies_bf16(device):
         dtype = torch.bfloat16
