@@ -416,7 +416,7 @@ def files(trained, tmp_path, monkeypatch) -> Path:
         ("run --eval no.jsonl", "no.jsonl:1: without a text in 'text': it has a: make one text"),
         ("run --eval empty", "empty: "),
         ("run --eval one.bin", "one.bin: no byte to predict"),
-        ("run --show nofile.txt", "nofile.txt: no such file; pipe a text that looks like"),
+        ("run --show nofile.txt", "nofile.txt: no such file; to show a text that looks like"),
         ("run --show no/file", "no/file: no such file"),
         ("none --eval a.txt --json no/out", "no/out: No such file"),
         ("run --export empty.txt", "exists and is not an empty directory: use another name"),
