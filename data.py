@@ -134,8 +134,9 @@ class Source:
 
     def __str__(self) -> str:
         whose = "its last " if self.held_out else ""
-        validation = f"{whose}{len(self.val):,} for validation"
-        return f"data: {len(self.train):,} ids in {self.name}, {validation}"
+        return (
+            f"data: {len(self.train):,} ids in {self.name}, {whose}{len(self.val):,} for validation"
+        )
 
 
 def open_data(spec: str) -> list[Source]:

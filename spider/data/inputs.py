@@ -1,6 +1,6 @@
 """Open the inputs of `prepare`, compressed or not, and read their records.
 
-    json_records("a.json", file)            # .json: an array, objects in a row, or JSON lines
+    json_records("a.json", file)            # .json: an array, a series of values, or JSON lines
     table_rows("a.parquet", file, "text")   # .parquet, .arrow, .csv
     hub_rows("HuggingFaceFW/fineweb-edu", "text", "sample-10BT", "train")
     record_text(record, "text")             # the text of a record in UTF-8, or why it has none
@@ -36,7 +36,7 @@ GIT_LFS = b"version https://git-lfs.github.com/spec/"
 
 
 def uncompressed_name(path: str | Path) -> str:
-    """Return a file's name in lower case, without .gz or .zst, so that its extension is that of the
+    """Return a file's name in lower case, without .gz or .zst, so that its extension names the
     format."""
     return Path(path).name.lower().removesuffix(".gz").removesuffix(".zst")
 
@@ -169,7 +169,7 @@ def json_records(path: str, file: IO[bytes]) -> Iterator[object]:
     """Yield the records of a .json file.
 
     If the first of several lines is valid JSON, the records are the lines. Otherwise the whole file
-    is read, and the records are the elements of an array, or values one after another.
+    is read, and the records are the elements of an array, or a series of values.
     """
     start = file.tell()
     not_blank = filter(bytes.strip, bounded_lines(file))

@@ -81,7 +81,8 @@ FORMATS = dict.fromkeys(CODE_EXTENSIONS, "document") | {
     ".arrow": "table",
 }
 
-# Skipped in directories, so that a run whose files are below a directory does not change its text
+# JSON that Spider writes. Directories are read without it, so that a run in a directory does not
+# change the text of the directory.
 OWN_JSON_FILES = (METADATA, "metrics.jsonl", "trace.json")
 
 # --------------------------------------------------------------------------------------------------
@@ -124,7 +125,7 @@ class Documents:
     skipped: Counter[str] = dataclasses.field(default_factory=Counter)  # by reason
     # files in directories that are not read because of their names, by extension
     unread: Counter[str] = dataclasses.field(default_factory=Counter)
-    # by reason: all files, and the first record
+    # by reason: all bad files, or the first bad record
     skipped_at: dict[str, list[str]] = dataclasses.field(default_factory=dict)
 
     def find(self, argument: str) -> list[Input]:
@@ -217,9 +218,8 @@ class Documents:
         start = len(BOM_UTF8) if head.startswith(BOM_UTF8) else 0
         size = file.seek(0, os.SEEK_END) - start
         file.seek(start)
-        file_format = source.format
-        if file_format == "stdin":
-            file_format = guess_format(head[start:])
+        is_stdin = source.format == "stdin"
+        file_format = guess_format(head[start:]) if is_stdin else source.format
         fault = find_fault(head, file_format in ("text", "document"), self.binary)
         if size == 0:
             self.skip("empty", path)
@@ -265,10 +265,10 @@ class Documents:
         into both splits, and a document that validates at one --val_fraction also validates at any
         higher one.
 
-        Splits are corrected if there are at most MAX_BUFFERED documents, and a split gets less than
-        half of the bytes that val_fraction gives it. Then the documents with the lowest hashes
-        validate until val_fraction of the bytes is held out. If such a document has half of all
-        bytes, or five times val_fraction of them, only its end validates.
+        The exception: if there are at most MAX_BUFFERED documents, and a split gets less than half
+        of the bytes that it should have, the documents with the lowest hashes validate until
+        val_fraction of the bytes is held out. If such a document has half of all bytes, or five
+        times val_fraction of them, only its end validates.
 
         The first MAX_BUFFERED documents wait in a temporary file in the directory `scratch`.
         """
@@ -315,7 +315,7 @@ class Documents:
             yield from with_splits(chain(following, documents))
 
     def skip(self, reason: str, location: str, detail: str = "", is_file: bool = True):
-        """Count a bad file or record. detail: to be printed if this record is the first one that is
+        """Count a bad file or record. detail: about this file, or about the first record that is
         skipped for this reason."""
         if self.strict:
             raise DataError(f"{location}: {reason}{detail}")

@@ -58,7 +58,7 @@ SHADES_OF = {"bits": BITS, "gates": GATES, "votes": VOTES}
 # Recording
 
 
-Visit = tuple[int, int]  # a layer of the core and a loop, both from 0
+Visit = tuple[int, int]  # (layer of the core, loop), both from 0
 
 
 class Recorder:
@@ -114,7 +114,7 @@ class Recorder:
         if engram.votes is not None:
             names += [f"{context}, its vote" for context in config.engram_match_contexts]
             _, weights = engram.cast_votes(state, packed.matches)
-            # the votes of a context are adjacent, the newest first; no vote has weight 0
+            # the votes of a context are adjacent, the newest first; weight 0 means no vote
             newest = weights[:, :: config.engram_votes]
             values = torch.cat((values, newest.masked_fill(newest == 0, math.nan)), dim=1)
         new = values[self.context :].float().cpu()

@@ -32,7 +32,7 @@ class Sampler:
         """Feed ids to a state with one row; return the logits of the next byte, [1, vocab_size]."""
         pieces = torch.tensor([ids], device=self.model.embed_tokens.device).split(PIECE, dim=1)
         with self.model.cast_weights_once():
-            for piece in pieces:  # because the logits of a long text would not fit into memory
+            for piece in pieces:  # the logits of a whole long text would not fit into memory
                 logits = self.model.step(piece, state)  # [1, n, vocab_size]
         return logits[:, -1]
 
