@@ -314,7 +314,7 @@ class Loader:
        epoch. The windows cover every target (every id except the stream's first) exactly once, and
        each epoch cuts at different offsets.
 
-    For example, weights 0.7 and 0.3, sequence 12,345:
+    For example, sequence 12,345 of two sources with weights 0.7 and 0.3:
 
     1. It is slot 2,345 of block 1. If block 1 deals this slot and 700 earlier ones to the second
        source, 3,000 + 700 sequences of the second source came before.
@@ -322,8 +322,8 @@ class Loader:
        permutation of this source and epoch maps 700 to window 42, for example.
     3. Window 42 has up to seq_len ids and the id after them.
 
-    Of the order, checkpoints store only seed, seq_len, the bytes read and `mixture`. Changing any
-    step would therefore give a resumed run different text.
+    Checkpoints do not store the order, only seed, seq_len, the bytes read and `mixture`. So a
+    change to any step would give a resumed run different text.
     """
 
     def __init__(self, sources: Sequence[Source], seq_len: int, seed: int, block: int = BLOCK):
