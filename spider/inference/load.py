@@ -1,7 +1,7 @@
 """Find and load a trained model.
 
-    read_checkpoint, find_best   find and read a checkpoint, an export, or the newest of a run
-    model_of, decoder_of       build the model of a checkpoint
+    read_checkpoint, find_best   read a checkpoint, an export, or the newest or best of a run
+    model_of, decoder_of         build the model of a checkpoint
 
 `saved` is the content of a checkpoint, as load_checkpoint returns it.
 """
