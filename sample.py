@@ -57,9 +57,9 @@ from spider.config import RANGES, SEQ_LEN
 from spider.data.inputs import uncompressed_name, with_filename
 from spider.data.prepare import FORMATS, Documents, Input, ShardWriter
 from spider.data.stream import Stream
-from spider.errors import DataError, UsageError, end_by_exceptions, one_line, run_program, say
-from spider.files import durable
-from spider.flags import Parser, integer, path_name, real, refuse_address
+from spider.errors import DataError, UsageError, one_line, print_line, raise_on_signals, run_command
+from spider.files import atomic_write
+from spider.flags import Parser, integer, path_name, real, refuse_url
 from spider.inference.adapt import DynamicEvaluation, count_characters, score_windows
 from spider.inference.export import write_export
 from spider.inference.load import decoder_of, find_best, model_of, read_checkpoint
@@ -273,7 +273,7 @@ def talk(args: argparse.Namespace, name: str, model_class: type[Spider]):
     if prompt is not None:
         complete(sampler, state, prompt)
         return
-    say(
+    print_line(
         f"{path}, step {saved['step']}. Type a line for the model to continue, or an empty line "
         f"for more text. Ctrl-C stops the model, Ctrl-D quits."
     )
@@ -293,7 +293,7 @@ Text = Stream | Source  # a file, or a prepared directory
 
 def open_text(name: str, field: str) -> Text:
     """Open a directory of shards as a source, any other file as a stream of ids."""
-    refuse_address(name)
+    refuse_url(name)
     if os.path.isdir(name):
         return open_source(name, 1.0)
     if not name.endswith(".bin"):
@@ -380,7 +380,7 @@ def score_text(
 def evaluate_texts(args: argparse.Namespace, names: list[str], model_class: type[Spider]):
     """Print the results of checkpoints on the texts of --eval as a table, and write them to --json.
     After an error, print the results before it."""
-    with durable(Path(args.json)) if args.json else nullcontext() as out:
+    with atomic_write(Path(args.json)) if args.json else nullcontext() as out:
         # all texts first, so that their errors come early
         texts = {name: open_text(name, args.field) for name in args.eval}
         results: list[dict[str, Any]] = []
@@ -408,7 +408,7 @@ def print_table(results: list[dict[str, Any]]):
         lines.append(line)
     widths = [len(max(column, key=len)) for column in zip(*lines, strict=True)]
     for line in lines:
-        say("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)))
+        print_line("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -446,9 +446,9 @@ def main(argv: list[str] | None = None, model_class: type[Spider] = Spider) -> i
             else:
                 talk(args, names[0], model_class)
 
-    return run_program(command, "sample.py")
+    return run_command(command, "sample.py")
 
 
 if __name__ == "__main__":
-    end_by_exceptions()
+    raise_on_signals()
     sys.exit(main())

@@ -115,7 +115,7 @@ def test_batch_counts_targets_bytes_and_documents():
     assert batch.targets == 6
     assert batch.n_bytes == 6
     assert batch.cu_seqlens.tolist()[:3] == [0, 3, 4]
-    assert batch.longest == 4
+    assert batch.max_seqlen == 4
 
 
 def test_feed_fetches_the_next_step_ahead(monkeypatch):

@@ -236,7 +236,7 @@ def table_rows(path: str, file: IO[bytes], field: str) -> Iterator[object]:
 
 def csv_rows(file: IO[bytes]) -> Iterator[object]:
     """Yield the rows of a CSV file."""
-    csv.field_size_limit(files.MOST_OF_RECORD)
+    csv.field_size_limit(files.MAX_RECORD_BYTES)
     text = io.TextIOWrapper(file, "utf-8", "surrogateescape", newline="")
     rows = csv.DictReader(text, strict=True)  # the first row has the names
     try:
@@ -279,7 +279,7 @@ def record_text(record: object, field: str) -> bytes | Fault | None:
     table's row, where bytes are taken as they are. A record without fields is the text itself.
     """
     if isinstance(record, bytes):
-        limit = files.MOST_OF_RECORD
+        limit = files.MAX_RECORD_BYTES
         if len(record) > limit:
             return Fault(f"longer than {limit:,} bytes")
         if not record.strip():

@@ -47,9 +47,9 @@ from spider.data.shard_files import (
     files_below,
     read_metadata,
 )
-from spider.errors import DataError, ProgressBar, note, say
-from spider.files import bounded_lines, durable, locked, sync
-from spider.flags import quoted, refuse_address
+from spider.errors import DataError, ProgressBar, print_line, print_status
+from spider.files import atomic_write, bounded_lines, locked, sync
+from spider.flags import quoted, refuse_url
 from spider.vocabulary import BOS_ID, EOS_ID, VOCAB_SIZE
 
 HUB_NAME = re.compile(r"\w[\w.-]*/[\w.-]+")  # owner/name of a data set
@@ -136,7 +136,7 @@ class Documents:
             return self._find_files(argument)
         if argument == "pydoc":
             return [Input(PYDOC, "text")]
-        refuse_address(argument)
+        refuse_url(argument)
         # Do not look up a dead link or a mistyped file name on the hub.
         is_file = os.path.lexists(argument) or self._format_of(argument) is not None
         if self.extensions or is_file or not HUB_NAME.fullmatch(argument):
@@ -340,7 +340,7 @@ def guess_format(head: bytes) -> str:
         guess = "JSON lines"
     elif re.match(rb'\s*\[\s*\{\s*"', head):
         guess = "JSON"
-    note(f"prepare: -: read as {guess}, judging by its first bytes")
+    print_status(f"prepare: -: read as {guess}, judging by its first bytes")
     return guess
 
 
@@ -457,7 +457,7 @@ def prepare(
                     skipped_at=documents.skipped_at,
                     shards=[entry._asdict() for entry in entries],
                 )
-                with durable(path) as file:
+                with atomic_write(path) as file:
                     json.dump(metadata, file, indent=1)
                 for entry in entries:
                     os.replace(folder / entry.name, out / entry.name)
@@ -472,7 +472,7 @@ def prepare(
         f"{split} {total['ids']:,} ids, documents: {total['documents']:,}"
         for split, total in totals.items()
     )
-    say(f"{out}: {counts}")
+    print_line(f"{out}: {counts}")
 
 
 def state_of(inputs: Sequence[Input]) -> dict[str, int]:
@@ -526,7 +526,7 @@ def report_skipped(
     if documents.unread:
         most = documents.unread.most_common(5)
         shown = ", ".join(f"{number:,} {name}" for name, number in most)
-        note(f"prepare: skipped by extension: {shown}; --ext sets which to read")
+        print_status(f"prepare: skipped by extension: {shown}; --ext sets which to read")
     faults = []
     for reason, count in documents.skipped.items():
         locations = documents.skipped_at[reason][:20]
@@ -536,9 +536,9 @@ def report_skipped(
         cause = ", ".join(faults) or "no document, or all are for validation: lower --val_fraction"
         raise DataError(f"{', '.join(arguments)}: nothing to train on: {cause}")
     for fault in faults:
-        note(f"prepare: skipped {fault}")
+        print_status(f"prepare: skipped {fault}")
     if not totals["val"]["ids"]:
-        note(
+        print_status(
             "prepare: no validation split: training will hold out the last 1% of its data; to get "
             "a validation split, raise --val_fraction or add documents"
         )

@@ -23,7 +23,7 @@ from spider.errors import CheckpointError, ProgressBar
 from spider.model.memory import tables_of
 from spider.training.distributed import UNSHARDED, World
 from spider.training.optim import RowwiseAdagrad
-from spider.training.scoring import Reading, Totals, score_batches, score_model
+from spider.training.scoring import BatchScore, Totals, score_batches, score_model
 from spider.training.state import load_optimizers
 from spider.vocabulary import IGNORED, PAD_ID
 from spider_model import Spider
@@ -153,7 +153,7 @@ class DynamicEvaluation:
         # The accumulators sum squared gradients of a mean over this many bytes.
         self.bytes_per_step = saved["bytes_seen"] / saved["step"]
 
-    def learn(self, ids: Tensor, labels: Tensor) -> Reading:
+    def learn(self, ids: Tensor, labels: Tensor) -> BatchScore:
         """Score one row, ids and labels [1, n], then step the weights."""
         with torch.enable_grad(), self.model.cast_weights_once():
             out = self.model(ids, n_loops=self.n_loops)
@@ -163,7 +163,7 @@ class DynamicEvaluation:
             optimizer.step()
             optimizer.zero_grad()
         targets = (labels != IGNORED).sum()
-        return Reading(nats.detach().double(), targets, out.segments)
+        return BatchScore(nats.detach().double(), targets, out.segments)
 
     def score(self, stream: Stream, special: bool) -> Totals:
         """Score a stream. special: also count ids above 255."""

@@ -15,7 +15,7 @@ from loguru import logger
 from spider.config import SpiderConfig
 from spider.errors import UsageError
 from spider.flags import quoted
-from spider.machine import multiplies_bf16
+from spider.machine import has_bf16
 from spider.training.checkpoint import (
     best_checkpoint,
     check_weights,
@@ -123,6 +123,6 @@ def decoder_of(saved: dict, device: torch.device, model_class: type[Spider]) -> 
     """Build the model of a checkpoint in the precision that decodes fastest: bf16 on a GPU, fp32 on
     a CPU, where a single row takes several times as long in bf16."""
     dtype = torch.float32
-    if device.type == "cuda" and multiplies_bf16(device):
+    if device.type == "cuda" and has_bf16(device):
         dtype = torch.bfloat16
     return model_of(saved, device, dtype, model_class)

@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from spider.errors import DataError, one_line, printable
-from spider.files import durable
+from spider.files import atomic_write
 from spider.inference.adapt import progress_bar
 from spider.inference.export import training_facts
 from spider.model.layers import rms_norm
@@ -134,7 +134,7 @@ class Recorder:
 
     def _record_visit(self, i: int, layer: RecurrentBlock, args: tuple, output: LayerOutput):
         """Record loops, load and gates: a hook after layer i of the core."""
-        x, _, recalled, active = args[:4]
+        x, _, retrieved, active = args[:4]
         is_running = torch.ones(len(x), dtype=torch.bool)
         if active.running is not None:
             is_running = active.running.cpu()
@@ -151,7 +151,7 @@ class Recorder:
             tokens = chosen.bincount(minlength=self.model.config.n_routed_experts)
             self.load[visit] = self.load.get(visit, 0) + tokens
         if layer.engram is not None:
-            gate = layer.engram.gate(x, recalled.key).flatten().float().cpu()
+            gate = layer.engram.gate(x, retrieved.key).flatten().float().cpu()
             self.gates[visit].append(gate[self.new_segments].masked_fill(~is_running, math.nan))
 
 
@@ -418,7 +418,7 @@ def show(
     run = run_facts(directory / checkpoint.name, saved, model)
     content = render_page(analysis, f"{checkpoint.absolute().name} reads {name}", model, run)
     try:
-        with durable(out, "wb") as file:
+        with atomic_write(out, "wb") as file:
             file.write(content.encode())
     except OSError as fault:
         raise DataError(

@@ -25,7 +25,7 @@ from spider.vocabulary import IGNORED, PAD_ID
 EVAL_BYTES = 8192  # minimum bytes per evaluation batch; larger ones fit without gradients
 
 
-class Reading(NamedTuple):
+class BatchScore(NamedTuple):
     """What a model made of one batch. Each value is a scalar on the device."""
 
     nats: Tensor  # fp64, cross-entropy summed over the targets
@@ -66,7 +66,7 @@ class Totals:
 
 def score_batches(
     batches: Iterable[tuple[Tensor, Tensor]],
-    read: Callable[[Tensor, Tensor], Reading],
+    read: Callable[[Tensor, Tensor], BatchScore],
     world: World,
     progress: ProgressBar | None,
 ) -> Totals:
@@ -97,10 +97,10 @@ def score_model(
 ) -> Totals:
     """Score batches by a model in evaluation mode. See score_batches."""
 
-    def read(ids: Tensor, labels: Tensor) -> Reading:
+    def read(ids: Tensor, labels: Tensor) -> BatchScore:
         out = model(ids, labels, n_loops=n_loops)
         targets = (labels != IGNORED).sum()
-        return Reading(out.nats_per_byte.double() * targets, targets, out.segments)
+        return BatchScore(out.nats_per_byte.double() * targets, targets, out.segments)
 
     with cast_weights_once(model):
         return score_batches(batches, read, world, progress)

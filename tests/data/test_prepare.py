@@ -267,7 +267,7 @@ BAD_LINES = {
 
 @pytest.mark.parametrize("bad, kind", BAD_LINES.items(), ids=[str(line[:16]) for line in BAD_LINES])
 def test_bad_lines_are_skipped_and_counted_by_kind(monkeypatch, capsys, bad, kind):
-    monkeypatch.setattr(files, "MOST_OF_RECORD", 120_000)
+    monkeypatch.setattr(files, "MAX_RECORD_BYTES", 120_000)
     monkeypatch.setattr(inputs, "MIB", 1000)
     write("a.jsonl", LINE + b"\n" + bad + b"\n" + LINE + bad + b"\n" + LINE)
     assert train_texts("a.jsonl") == 3 * [b"fine"]
