@@ -1,5 +1,4 @@
-"""Prepare text as byte shards, verify and print them, and read them in one global order, the input
-of training.
+"""Turn text into shards of bytes, verify them, print them, and read them in the order of training.
 
     python data.py prepare books.txt web/ --out data  # text, JSON, directories of them; -: stdin
     python data.py prepare src/ --out code               # source code: a document per file
@@ -7,11 +6,11 @@ of training.
     python data.py verify data                           # check sizes, checksums and ids
     python data.py show data --first 12544 --count 448   # print sequences as a run reads them
 
-A shard is a headerless file of little-endian uint16 ids (see tokenizer.py); `metadata.json` beside
+A shard is a headerless file of little-endian uint16 ids (see tokenizer.py). `metadata.json` next to
 the shards describes them. The shards of a split form one stream, in the order of their names.
 Sequence g of a run is a pure function of (seed, g): any step, rank or restart computes it
-independently, in O(1) memory. Each source of a mixture is read to its end, in its own order, before
-it repeats.
+independently, in O(1) memory. Each source of a mixture is read to its end, in an order of its own,
+before it repeats.
 """
 
 from __future__ import annotations
@@ -30,8 +29,7 @@ import random
 import re
 import resource
 import sys
-from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -44,6 +42,7 @@ import numpy as np
 
 from spider.data.prepare import SHARD_MB, Documents, prepare
 from spider.data.shard_files import ID_BYTES, METADATA, ShardEntry, files_below, read_metadata
+from spider.data.stream import Shard, StepLayout, Stream
 from spider.errors import (
     DataError,
     ProgressBar,
@@ -56,105 +55,27 @@ from spider.errors import (
 from spider.flags import Parser, integer, path_name, quoted, real, refuse_url
 from spider.model.noise import splitmix, step_seed
 from spider.vocabulary import IGNORED
-from tokenizer import BOS_ID, EOS_ID, PAD_ID, VOCAB_SIZE
+from tokenizer import BOS_ID, EOS_ID, PAD_ID
 
-# torch is imported where it is used: `prepare` does without its memory and its seconds.
+# torch is imported where it is used, because `prepare` needs neither its memory nor its seconds.
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-MOST_HELD_OUT = 10_000_000  # ids, where there is no validation shard
+MAX_HELD_OUT = 10_000_000  # ids, if there is no validation shard
 VALIDATION_NAME = re.compile(r"val(id(ation)?)?([^a-z]|$)", re.IGNORECASE)  # files and folders
 
 # --------------------------------------------------------------------------------------------------
 # Shards
 
 
-class Shard(NamedTuple):
-    """The ids of a file, or a slice of them that begins at id `first` of the file."""
-
-    path: str
-    ids: np.ndarray  # uint16
-    first: int = 0
-
-
-class Stream:
-    """Shards as one sequence of ids. Stream([Shard("memory", ids)]) needs no file."""
-
-    def __init__(self, shards: Iterable[Shard]):
-        self.shards = list(shards)
-        # starts[i]: index of shard i's first id in the stream; the last entry is the length
-        self.starts = [0, *accumulate(len(shard.ids) for shard in self.shards)]
-
-    def __len__(self) -> int:
-        return self.starts[-1]
-
-    def read(self, start: int, stop: int) -> np.ndarray:
-        """Return ids start .. stop - 1, uint16. It is a view if they are all in one shard."""
-        number = bisect_right(self.starts, start) - 1
-        shard_start = self.starts[number]
-        if stop <= self.starts[number + 1]:
-            return self.shards[number].ids[start - shard_start : stop - shard_start]
-        return np.concatenate([shard.ids for shard in self.slice(start, stop).shards])
-
-    def slice(self, start: int, stop: int) -> Stream:
-        """Return the stream of ids start .. stop - 1."""
-        parts = []
-        for shard, shard_start in zip(self.shards, self.starts[:-1], strict=True):
-            begin = max(0, start - shard_start)
-            end = min(len(shard.ids), stop - shard_start)
-            if begin < end:
-                parts.append(Shard(shard.path, shard.ids[begin:end], shard.first + begin))
-        return Stream(parts)
-
-    def where(self, index: int) -> str:
-        """Return the file and byte offset of an id."""
-        number = bisect_right(self.starts, index) - 1
-        shard = self.shards[number]
-        index_in_file = shard.first + index - self.starts[number]
-        return f"{shard.path}: byte offset {ID_BYTES * index_in_file}"
-
-    def check(self, start: int, stop: int):
-        """Raise DataError at the first of the ids start .. stop - 1 that is not below
-        VOCAB_SIZE."""
-        ids = self.read(start, stop)
-        if ids.max() >= VOCAB_SIZE:
-            first = int((ids >= VOCAB_SIZE).argmax())
-            raise DataError(
-                f"{self.where(start + first)}: id {ids[first]} is above {VOCAB_SIZE - 1}: "
-                "damaged, or not a shard"
-            )
-
-    def rows(self, start: np.ndarray, stop: np.ndarray, seq_len: int) -> tuple[Tensor, Tensor]:
-        """Read windows as (input_ids, labels), int64 [n, seq_len].
-
-        start, stop [n]: the inputs of a window are ids start .. stop - 1, its labels those one
-        further. Id `stop` is therefore a label only. Windows shorter than seq_len are filled with
-        PAD. A label that is PAD becomes IGNORED.
-        """
-        import torch
-
-        spans = list(zip(start.tolist(), stop.tolist(), strict=True))
-        input_ids = np.full((len(spans), seq_len), PAD_ID)
-        labels = input_ids.copy()
-        for row, (begin, end) in enumerate(spans):
-            ids = self.read(begin, end + 1)
-            input_ids[row, : end - begin] = ids[:-1]
-            labels[row, : end - begin] = ids[1:]
-        if max(input_ids.max(), labels.max()) >= VOCAB_SIZE:
-            for begin, end in spans:
-                self.check(begin, end + 1)
-        labels[labels == PAD_ID] = IGNORED
-        return torch.from_numpy(input_ids), torch.from_numpy(labels)
-
-
 def find_shards(directory: str) -> dict[str, ShardEntry | None]:
-    """List the paths of the .bin files below a directory, sorted, each with its entry in a
-    metadata.json; None if there is no entry."""
+    """Map the sorted paths of the .bin files below a directory to their entries in a metadata.json,
+    or to None if no metadata.json lists them."""
     text = quoted(directory) if os.path.exists(directory) else "FILE"
     remedy = f"to train on a text: python train.py --text {text}"
     if not os.path.isdir(directory):
-        raise DataError(f"{directory}: no directory of shards; {remedy}")
+        raise DataError(f"{directory}: not a directory of shards; {remedy}")
     paths = files_below(os.path.normpath(directory))
     entries = {}
     for path in paths:
@@ -164,25 +85,25 @@ def find_shards(directory: str) -> dict[str, ShardEntry | None]:
                 entries[os.path.join(folder, entry.name)] = entry
     for path in sorted(entries.keys() - set(paths)):
         raise DataError(
-            f"{path}: missing, though metadata.json lists it: copy it, or delete the directory and "
-            f"prepare again"
+            f"{path}: missing, though metadata.json lists it: copy it here, or delete the "
+            f"directory and prepare again"
         )
     shards = {path: entries.get(path) for path in paths if path.endswith(".bin")}
     if not shards:
-        raise DataError(f"{directory}: no .bin file in it; {remedy}")
+        raise DataError(f"{directory}: contains no .bin file; {remedy}")
     return shards
 
 
 def split_by_name(name: str) -> str:
-    """Return val if a file or folder in a relative path has a name like val, val_00, valid or
-    validation-1; else train."""
+    """Return "val" if a file or folder in a relative path has a name like val, val_00, valid or
+    validation-1, else "train"."""
     is_validation = any(VALIDATION_NAME.match(part) for part in Path(name).parts)
     return "val" if is_validation else "train"
 
 
 def map_shard(path: str, entry: ShardEntry | None = None) -> Shard:
-    """Map a file into memory. Raise DataError if its size is not that of its entry in
-    metadata.json, or not that of a shard."""
+    """Map a file into memory. Raise DataError if its size differs from its entry in metadata.json,
+    or is impossible for a shard."""
     size = os.path.getsize(path)
     if entry is not None and size != ID_BYTES * entry.ids:
         raise DataError(
@@ -191,14 +112,14 @@ def map_shard(path: str, entry: ShardEntry | None = None) -> Shard:
         )
     if size == 0 or size % ID_BYTES:
         raise DataError(
-            f"{path}: has {size:,} bytes, none or an odd number: truncated, or not a shard"
+            f"{path}: has {size:,} bytes; a shard has two for each id: truncated, or not a shard"
         )
     # as a plain array: slices of np.memmap are slow
     return Shard(path, np.memmap(path, "<u2", "r").view(np.ndarray))
 
 
 # --------------------------------------------------------------------------------------------------
-# Sources: what --data_dir and --mock_data name
+# Sources: the data that --data_dir and --mock_data name
 
 
 @dataclass
@@ -213,12 +134,14 @@ class Source:
 
     def __str__(self) -> str:
         whose = "its last " if self.held_out else ""
-        return f"data: {len(self.train):,} ids in {self.name}, {whose}{len(self.val):,} to validate"
+        return (
+            f"data: {len(self.train):,} ids in {self.name}, {whose}{len(self.val):,} for validation"
+        )
 
 
 def open_data(spec: str) -> list[Source]:
-    """Open a directory, or a mixture such as web:0.7,code:0.3. Weights are positive, and their sum
-    may be any."""
+    """Open a directory, or a mixture such as web:0.7,code:0.3. Weights are positive and need not
+    sum to 1."""
     if ":" not in spec or os.path.isdir(spec):
         return [open_source(spec, 1.0)]
     names = []
@@ -238,13 +161,13 @@ def open_data(spec: str) -> list[Source]:
         )
     if len({os.path.realpath(name) for name in names}) < len(names):
         raise DataError(
-            f"{spec}: a directory is named twice: give it once, with the sum of its weights"
+            f"{spec}: names a directory twice: name it once, with the sum of its weights"
         )
     return [open_source(name, weight / total) for name, weight in zip(names, weights, strict=True)]
 
 
 def open_source(directory: str, weight: float) -> Source:
-    """Map the shards of a directory. Without a validation shard, hold out the last 1% of the
+    """Map the shards of a directory. If there is no validation shard, hold out the last 1% of the
     ids."""
     raise_file_limit()
     shards: dict[str, list[Shard]] = {"train": [], "val": []}
@@ -257,32 +180,32 @@ def open_source(directory: str, weight: float) -> Source:
         raise DataError(f"{directory}: has only validation shards, none for training")
     if len(val):
         return Source(directory, weight, train, val)
-    cut = len(train) - min(len(train) // 100, MOST_HELD_OUT)
+    cut = len(train) - min(len(train) // 100, MAX_HELD_OUT)
     held_out = train.slice(cut, len(train))
     return Source(directory, weight, train.slice(0, cut), held_out, held_out=True)
 
 
 def raise_file_limit():
-    """Let the process open up to 65,536 files, where it may: a mapped shard keeps its
-    descriptor."""
+    """Raise this process's limit of open files to 65,536 if possible: each mapped shard keeps a
+    file descriptor."""
     with suppress(ValueError, OSError):
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        # macOS has no hard limit, but may refuse more
+        # macOS reports no hard limit, but may refuse more than this
         limit = 10_240 if hard == resource.RLIM_INFINITY else min(1 << 16, hard)
         if limit > soft:
             resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
 
 
 def mock_source(seed: int) -> Source:
-    """Generate about 1 MB of sentences that a model learns within a few steps, and 70 kB for
-    validation, in memory."""
+    """Generate in memory about 1 MB of sentences that a model learns within a few steps, and 70 kB
+    for validation."""
     rng = random.Random(seed)
     words = []
     for _ in range(20):
         n_syllables = rng.choice((1, 2, 2, 3))
         syllables = [rng.choice("bdfgklmnprst") + rng.choice("aeiou") for _ in range(n_syllables)]
         words.append("".join(syllables))
-    # The first words and sentences are the most frequent ones.
+    # The first words and sentences are the most frequent.
     word_weights = [1 / rank for rank in range(1, 21)]
     sentence_weights = [1 / rank for rank in range(1, 41)]
     sentences = []
@@ -303,16 +226,16 @@ def mock_source(seed: int) -> Source:
 
 
 # --------------------------------------------------------------------------------------------------
-# Random permutations, as functions of a key: no generator's state is kept
+# Random permutations as functions of a key, so that there is no generator state to save
 
-ADD = np.uint64(0x9E3779B97F4A7C15)  # between the states of SplitMix64
+ADD = np.uint64(0x9E3779B97F4A7C15)  # the increment of SplitMix64's state
 BITS_32 = np.uint64(32)
-ONE = np.ones(1, np.int64)  # the first number after a state
+ONE = np.ones(1, np.int64)  # selects the first number after a state
 
 
 def mix(x: np.ndarray) -> np.ndarray:
-    """Return the first number of SplitMix64 after each state x, uint64 -> uint64. This is a
-    bijection where every input bit affects every output bit."""
+    """Return SplitMix64's first number after each state x, uint64 -> uint64: a bijection in which
+    every input bit affects every output bit."""
     return splitmix(x.view(np.int64), ONE).view(np.uint64)
 
 
@@ -326,13 +249,13 @@ def key(seed: int, *numbers: int | np.ndarray) -> np.ndarray:
 
 
 def permute(index: np.ndarray, n: np.ndarray | int, keys: np.ndarray) -> np.ndarray:
-    """Map each index by a permutation of [0, n) that its key chooses; int64 [m].
+    """Map each index with the permutation of [0, n) that its key selects; int64 [m].
 
-    index [m]: integers in [0, n); n [m] or a number: below 2**52; keys [m]: uint64.
+    index [m]: integers in [0, n). n: [m] or one number, below 2**52. keys [m]: uint64.
 
-    A Feistel network of four rounds, on two digits in a base just above sqrt(n), permutes a range
-    that is somewhat larger than n. Values of n or more are mapped again until they are below n
-    (cycle walking); with this base they are rare.
+    A Feistel network with four rounds, on two digits in a base just above sqrt(n), permutes a range
+    slightly larger than n. A result of n or more is mapped again until it is below n (cycle
+    walking); with this base such results are rare.
     """
     n = np.asarray(n)
     base = np.sqrt(n).astype(np.uint64) + np.uint64(1)
@@ -353,14 +276,14 @@ def permute(index: np.ndarray, n: np.ndarray | int, keys: np.ndarray) -> np.ndar
 # --------------------------------------------------------------------------------------------------
 # The order of training
 
-BLOCK = 10_000  # sequences in which each source of a mixture has exactly its share
+BLOCK = 10_000  # sequences; in each block, every source of a mixture has exactly its share
 
 
-def shares(weights: Sequence[float], total: int) -> list[int]:
-    """Split `total` into integers in proportion to weights, by largest remainder; ties go to the
-    first."""
+def apportion(weights: Sequence[float], total: int) -> list[int]:
+    """Split `total` into integers proportional to weights with the largest remainder method; ties
+    go to the first."""
     exact = [weight / sum(weights) * total for weight in weights]
-    out = [int(share) for share in exact]
+    out = [int(part) for part in exact]
     missing = total - sum(out)
     by_remainder = sorted(range(len(out)), key=lambda k: out[k] - exact[k])
     for k in by_remainder[:missing]:
@@ -368,70 +291,59 @@ def shares(weights: Sequence[float], total: int) -> list[int]:
     return out
 
 
-class Windows(NamedTuple):
-    """Result of step 2 of the order; [n]."""
+class PickedWindows(NamedTuple):
+    """The windows of n sequences: the result of step 2 (see Loader). All arrays are [n]."""
 
     source: np.ndarray  # number of the source, int64
-    epoch: np.ndarray  # number of the epoch of this source, int64
+    epoch: np.ndarray  # number of this source's epoch, int64
     epoch_key: np.ndarray  # random number of this source and epoch, uint64
     window: np.ndarray  # number of the window, in the order of the text, int64
-
-
-class StepLayout(NamedTuple):
-    """How the sequences of an optimizer step are spread; it does not choose them."""
-
-    micro_batch: int  # sequences per rank and micro-step
-    grad_accum: int  # micro-steps
-    ranks: int = 1
-
-    @property
-    def sequences(self) -> int:
-        """Sequences per optimizer step, on all ranks together."""
-        return self.micro_batch * self.grad_accum * self.ranks
 
 
 class Loader:
     """Read the training sequences of a run.
 
-    They are numbered by g, from 0, in one global order over ranks and micro-steps. Three steps lead
-    from g to the ids. Each computes its result from (seed, g) alone, for many g at once:
+    Sequences are numbered g = 0, 1, ... in one global order over ranks and micro-steps. Three steps
+    lead from g to ids. Each step is a function of (seed, g) alone, and computes many g at once:
 
-    1. `_pick_sources`: which source is it, and how many sequences of that one came before? Every
-       10,000 sequences are a block, in which each source has exactly its share, in random order.
-    2. `_pick_windows`: which window of that source's text? In each of its epochs, the windows of a
-       source are read once each, in an order of their own.
-    3. `_cut_spans`: which ids does the window have? Windows have seq_len targets, but for the first
-       and last of an epoch. They cover each target (every id but the stream's first) exactly once,
-       and each epoch cuts at other places.
+    1. `_pick_sources`: which source, and how many of its sequences came before? Every 10,000
+       sequences form a block in which each source has exactly its share, in random order.
+    2. `_pick_windows`: which window of the source's text? Each epoch of a source reads every window
+       once, in a random order of its own.
+    3. `_cut_spans`: which ids? A window has seq_len targets, except the first and last window of an
+       epoch. The windows cover every target (every id except the stream's first) exactly once, and
+       each epoch cuts at different offsets.
 
-    For example, let the weights be 0.7 and 0.3. Sequence 12,345 is then slot 2,345 of block 1. Say
-    that the slot is dealt to the second source, and so are 700 slots before it: 3,000 + 700
-    sequences of this source came before (step 1). If its epoch has 1,000 windows, this is the
-    701st one of epoch 3. A permutation for source and epoch maps 700 to, say, window 42 (step 2).
-    Window 42 has up to seq_len ids and the id after them (step 3).
+    For example, sequence 12,345 of two sources with weights 0.7 and 0.3:
 
-    Checkpoints store no more of the order than seed, seq_len, the bytes read and `mixture`. So a
-    change of any step would give other text to a run that resumes.
+    1. It is slot 2,345 of block 1. If block 1 deals this slot and 700 earlier ones to the second
+       source, 3,000 + 700 sequences of the second source came before.
+    2. If an epoch of the second source has 1,000 windows, this is number 700 of epoch 3. The
+       permutation of this source and epoch maps 700 to window 42, for example.
+    3. Window 42 has up to seq_len ids and the id after them.
+
+    Checkpoints do not store the order, only seed, seq_len, the bytes read and `mixture`. So a
+    change to any step would give a resumed run different text.
     """
 
     def __init__(self, sources: Sequence[Source], seq_len: int, seed: int, block: int = BLOCK):
-        """block: sequences in which each source has exactly its share."""
+        """block: sequences per block, in which each source has exactly its share."""
         streams = [source.train for source in sources]
         self.seq_len = seq_len
         self.seed = seed
         self.block = block
-        # All sources as one stream, and where each begins in it.
+        # All sources as one stream, and the index of each source's first id in it.
         self.stream = Stream(shard for stream in streams for shard in stream.shards)
         self.offsets = np.array([0, *accumulate(len(stream) for stream in streams)][:-1])
-        # By source: targets and windows of an epoch, and sequences of a block.
+        # Per source: targets and windows of an epoch, and sequences of a block.
         self.targets = np.array([len(stream) - 1 for stream in streams])
-        self.windows = -(-self.targets // seq_len)
-        self.counts = np.array(shares([source.weight for source in sources], block))
-        self.share = self.counts / block  # the exact fraction of the sequences
+        self.windows_per_epoch = -(-self.targets // seq_len)
+        self.block_counts = np.array(apportion([source.weight for source in sources], block))
+        self.share = self.block_counts / block  # the exact fraction of the sequences
         self.deal = lru_cache(maxsize=4)(self._deal)
-        # With seed and seq_len, these decide which sequences a step reads; by key of a checkpoint.
+        # With seed and seq_len, this decides which sequences a step reads. Keys of a checkpoint.
         self.mixture = dict(targets=self.targets.tolist(), shares=self.share.tolist())
-        for source, targets, count in zip(sources, self.targets, self.counts, strict=True):
+        for source, targets, count in zip(sources, self.targets, self.block_counts, strict=True):
             if targets < seq_len:
                 raise DataError(
                     f"{source.name}: a sequence of {seq_len:,} bytes is longer than the data "
@@ -444,8 +356,8 @@ class Loader:
                 )
 
     def batches(self, step: int, first: int, layout: StepLayout, rank: int = 0) -> Iterator[Batch]:
-        """Yield a rank's micro-batches of an optimizer step. first: number of sequences before the
-        step."""
+        """Yield a rank's micro-batches of an optimizer step. first: the number of the step's first
+        sequence."""
         step_noise = step_seed(self.seed, step, "noise")
         for micro_step in range(layout.grad_accum):
             begin = (micro_step * layout.ranks + rank) * layout.micro_batch
@@ -453,49 +365,48 @@ class Loader:
             yield Batch.of(input_ids, labels, step_noise + begin)
 
     def rows(self, g: np.ndarray) -> tuple[Tensor, Tensor]:
-        """Return sequences g [n] as (input_ids, labels), int64 [n, seq_len]. Labels are shifted;
-        those that are IGNORED do not count."""
+        """Return sequences g [n] as (input_ids, labels), int64 [n, seq_len]. Labels are already
+        shifted; IGNORED labels do not count."""
         start, stop = self._cut_spans(self._pick_windows(g))
         return self.stream.rows(start, stop, self.seq_len)
 
     def locate(self, g: int) -> tuple[int, int, str]:
-        """Return where the text of sequence g is: the number of its source, the source's epoch, and
-        file and byte offset of the first id."""
+        """Locate sequence g: return the number of its source, the source's epoch, and the file and
+        byte offset of its first id."""
         windows = self._pick_windows(np.array([g]))
         start, _ = self._cut_spans(windows)
         offset = self.stream.where(int(start[0]))
         return int(windows.source[0]), int(windows.epoch[0]), offset
 
     def epochs(self, g: int) -> np.ndarray:
-        """Count the passes over each source that are complete before sequence g; int64
-        [sources]."""
+        """Count each source's epochs that are complete before sequence g; int64 [sources]."""
         block, slot = divmod(g, self.block)
         sources, _ = self.deal(block)
-        in_this_block = np.bincount(sources[:slot], minlength=len(self.counts))
-        return (block * self.counts + in_this_block) // self.windows
+        in_this_block = np.bincount(sources[:slot], minlength=len(self.block_counts))
+        return (block * self.block_counts + in_this_block) // self.windows_per_epoch
 
     def epoch(self, g: int) -> int:
-        """Return the epoch of sequence g, from 0. For a mixture it is the mean of `epochs` by
-        weight, rounded down."""
-        return int(self.counts @ self.epochs(g)) // self.block
+        """Return the epoch of sequence g, counted from 0. For a mixture this is the weighted mean
+        of `epochs`, rounded down."""
+        return int(self.block_counts @ self.epochs(g)) // self.block
 
     def _deal(self, block: int) -> tuple[np.ndarray, np.ndarray]:
         """Deal the slots of a block to the sources, in random order.
 
         Return for each slot the number of its source, in the order of --data_dir, and how many
-        slots before it in the block have the same source; int64 [slots]."""
+        earlier slots of the block have the same source; int64 [slots]."""
         slots = np.arange(self.block)
         shuffled = permute(slots, self.block, key(self.seed, 0, np.full_like(slots, block)))
-        # Of the shuffled numbers, the lowest counts[0] are the first source's, and so on.
-        source = np.searchsorted(np.cumsum(self.counts), shuffled, side="right")
+        # The lowest block_counts[0] shuffled numbers belong to the first source, and so on.
+        source = np.searchsorted(np.cumsum(self.block_counts), shuffled, side="right")
         before = np.empty_like(slots)
-        for number, count in enumerate(self.counts):
+        for number, count in enumerate(self.block_counts):
             before[source == number] = np.arange(count)
         return source, before
 
     def _pick_sources(self, g: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Step 1: return the source of sequences g [n], and the number of that source's sequences
-        before each, in all epochs; int64 [n]."""
+        """Step 1: return the source of each sequence g [n], and how many sequences of this source
+        came before, over all epochs; int64 [n]."""
         block, slot = np.divmod(g, self.block)
         source = np.empty_like(g)
         position = np.empty_like(g)
@@ -504,27 +415,30 @@ class Loader:
             sources, positions = self.deal(number)
             slots = slot[in_block]
             source[in_block] = sources[slots]
-            position[in_block] = number * self.counts[sources[slots]] + positions[slots]
+            position[in_block] = number * self.block_counts[sources[slots]] + positions[slots]
         return source, position
 
-    def _pick_windows(self, g: np.ndarray) -> Windows:
-        """Step 2: find the epoch of each sequence, and permute the epoch's windows."""
+    def _pick_windows(self, g: np.ndarray) -> PickedWindows:
+        """Step 2: find the epoch of each sequence g [n], and permute the windows of the epoch."""
         source, position = self._pick_sources(g)
-        windows = self.windows[source]
+        windows = self.windows_per_epoch[source]
         epoch, position_in_epoch = np.divmod(position, windows)
         epoch_key = key(self.seed, 1 + source, epoch)
         window = permute(position_in_epoch, windows, epoch_key)
-        return Windows(source, epoch, epoch_key, window)
+        return PickedWindows(source, epoch, epoch_key, window)
 
-    def _cut_spans(self, windows: Windows) -> tuple[np.ndarray, np.ndarray]:
-        """Step 3: cut the text of each source into the windows of an epoch. Return start and stop
-        of each: inputs are ids start .. stop - 1 of the joined stream, labels those one further;
-        int64 [n].
+    def _cut_spans(self, windows: PickedWindows) -> tuple[np.ndarray, np.ndarray]:
+        """Step 3: cut the text of each source into the windows of an epoch. Return start and stop,
+        int64 [n]: the inputs of a window are ids start .. stop - 1 of the joined stream, its labels
+        ids start + 1 .. stop.
 
-        Windows end after `head` targets, head + seq_len, and so on; the last one ends with the
-        text. If seq_len does not divide the targets, `head` is random, between rest and seq_len -
-        1. The last window then has seq_len + rest - head targets, so that the number of windows is
-        the same in every epoch.
+        With rest = targets % seq_len, windows end after these numbers of targets:
+
+            rest == 0   seq_len, 2 * seq_len, ..., targets
+            rest > 0    head, head + seq_len, ..., targets; head is random, rest <= head < seq_len
+
+        The last window then has seq_len + rest - head targets, so that every epoch has the same
+        number of windows.
         """
         seq_len = self.seq_len
         targets = self.targets[windows.source]
@@ -538,20 +452,21 @@ class Loader:
 
 
 # --------------------------------------------------------------------------------------------------
-# The rows of an evaluation
+# Evaluation
 
 
 def validation_sets(
     sources: Sequence[Source], seq_len: int, eval_tokens: int
 ) -> dict[str, tuple[Tensor, Tensor]]:
-    """Return the rows of every evaluation by source name: (input_ids, labels), int64 [n, seq_len].
+    """Return the rows that every evaluation scores, by source name: (input_ids, labels), int64
+    [n, seq_len].
 
-    They have the first `eval_tokens` validation targets, split by weight. A source with fewer
-    targets than its share contributes all of them. One without targets, or with PAD alone, is left
-    out. Raise DataError if none is left.
+    `eval_tokens` is split among the sources by weight. Each source contributes that many of its
+    first validation targets, or all of them if it has fewer. A source without targets, or with only
+    PAD, is left out. Raise DataError if no source remains.
     """
     sets = {}
-    counts = shares([source.weight for source in sources], eval_tokens)
+    counts = apportion([source.weight for source in sources], eval_tokens)
     for source, count in zip(sources, counts, strict=True):
         n_targets = min(count, len(source.val) - 1)
         if n_targets <= 0:
@@ -575,12 +490,12 @@ def validation_sets(
 
 @dataclass
 class Batch:
-    """The sequences of a micro-step, with counts that the host computes before they are copied to
-    the device."""
+    """The sequences of a micro-step, with counts that the host computes before the copy to the
+    device."""
 
     ids: Tensor  # [B, T] int64
     labels: Tensor  # [B, T] int64, -100 is ignored
-    noise_seed: int  # for the first row's segments and dropout; the one of row i is i higher
+    noise_seed: int  # for segments and dropout of row 0; row i has noise_seed + i
     cu_seqlens: Tensor  # int32 [documents + 1]
     max_seqlen: int  # upper bound of a document's length
     targets: int  # labels other than -100
@@ -603,7 +518,7 @@ class Batch:
         )
 
     def to(self, device: torch.device) -> Batch:
-        """Copy it to a device; from pinned memory, so that the host does not wait."""
+        """Copy the batch to a device, from pinned memory so that the host does not wait."""
         if device.type == "cpu":
             return self
 
@@ -619,8 +534,8 @@ class Batch:
 
 
 class Prefetcher:
-    """Give a rank's batches step by step, on its device. Meanwhile a thread fetches those of the
-    next step."""
+    """Return a rank's batches step by step, on its device, while a thread fetches the batches of
+    the next step."""
 
     def __init__(
         self,
@@ -631,19 +546,19 @@ class Prefetcher:
         step: int,
         first: int,
     ):
-        """step: the next one; first: number of sequences before it."""
+        """step: the step to begin with; first: the number of its first sequence."""
         self.loader = loader
         self.layout = layout
         self.rank = rank
         self.device = device
         self.step = step
         self.first = first
-        # No daemon thread: at the end of the process it would abort inside of torch.
+        # Not a daemon thread, which would abort inside torch when the process ends.
         self.thread = ThreadPoolExecutor(1)
         self.fetched = self.thread.submit(self._fetch)  # the batches that `take` returns next
 
     def take(self) -> list[Batch]:
-        """Return the batches of the next step, and start to fetch those of the step after it."""
+        """Return the next step's batches, and start to fetch the batches of the step after it."""
         batches = self.fetched.result()
         self.step += 1
         self.first += self.layout.sequences
@@ -660,8 +575,8 @@ class Prefetcher:
 
 
 def verify(directory: str):
-    """Check the shards of a directory. Print each that is damaged, and raise DataError if there is
-    one."""
+    """Check the shards of a directory. Print an error for each damaged shard, and raise DataError
+    if there is one."""
     shards = find_shards(directory)
     progress = ProgressBar("verify", sum(os.path.getsize(path) for path in shards))
     damaged = 0
@@ -677,11 +592,13 @@ def verify(directory: str):
     print_line(f"{directory}: valid shards: {len(shards):,}")
     unlisted = list(shards.values()).count(None)
     if unlisted:
-        print_line(f"checked by format alone, since no metadata.json lists them: {unlisted:,}")
+        print_line(
+            f"only their format was checked, since no metadata.json lists them: {unlisted:,}"
+        )
 
 
 def verify_shard(path: str, entry: ShardEntry | None):
-    """Check size, ids and checksum of a shard. Raise DataError if it is damaged."""
+    """Check the size, ids and checksum of a shard. Raise DataError if it is damaged."""
     shard = map_shard(path, entry)
     stream = Stream([shard])
     stream.check(0, len(stream))
@@ -692,8 +609,8 @@ def verify_shard(path: str, entry: ShardEntry | None):
 
 
 def show(sources: Sequence[Source], seq_len: int, seed: int, first: int, count: int):
-    """Print sequences of a run. A line has number, epoch, source, and file and byte offset of the
-    first id; the next one has the text."""
+    """Print sequences of a run in two lines each: number, epoch, source, and file and byte offset
+    of the first id; then the text."""
     loader = Loader(sources, seq_len, seed)
     for g in range(first, first + count):
         (input_ids,), (labels,) = loader.rows(np.array([g]))
@@ -708,7 +625,7 @@ def show(sources: Sequence[Source], seq_len: int, seed: int, first: int, count: 
 
 
 def extensions(text: str) -> tuple[str, ...]:
-    """Parse a list such as .py,md, for `type` of an argument."""
+    """Parse a list of extensions such as .py,md, as the `type` of a flag."""
     return tuple("." + name.lstrip(".") for name in text.lower().split(","))
 
 
@@ -722,9 +639,9 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         nargs="+",
         type=path_name,
         metavar="INPUT",
-        help="text, code, JSON, parquet, csv or arrow file, also compressed; directory of them; - "
-        "(standard input); OWNER/NAME, a data set of the Hugging Face hub; or pydoc, Python's own "
-        "documentation",
+        help="text, code, JSON, parquet, csv or arrow file, possibly compressed; directory of such "
+        "files; - for standard input; OWNER/NAME, a data set of the Hugging Face hub; or pydoc, "
+        "Python's own documentation",
     )
     add(
         "--out",
@@ -738,28 +655,28 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         type=extensions,
         default=(),
         metavar=".py,.md",
-        help="read the files with these extensions alone, each as one document",
+        help="read only files with these extensions, each as one document",
     )
-    add("--field", default=Documents.field, metavar="NAME", help="JSON field or column of the text")
+    add("--field", default=Documents.field, metavar="NAME", help="JSON field or column with text")
     add(
         "--val_fraction",
         type=real(0, 0.999),
         default=Documents.val_fraction,
         metavar="FRACTION",
-        help="fraction for validation, below 1: the end of a text; of documents, those that a "
-        "hash of their text draws",
+        help="fraction to hold out for validation, below 1: the end of a text file, and documents "
+        "that are drawn by a hash of their text",
     )
     add("--config", "--name", help="configuration of a data set of the hub")
     add("--split", default="train", help="split of a data set of the hub")
     add(
         "--binary",
         action="store_true",
-        help="read any bytes as text, instead of skipping binary files and those not in UTF-8",
+        help="read any bytes as text, instead of skipping binary files and files not in UTF-8",
     )
     add("--strict", action="store_true", help="stop at the first bad record instead of skipping it")
     add("--shard_mb", type=real(1e-6, 1e9), default=SHARD_MB, metavar="MB", help="size of a shard")
     verifying = commands.add_parser(
-        "verify", help="check shards: size and checksum by metadata.json, ids"
+        "verify", help="check shards: ids, and size and checksum against metadata.json"
     )
     verifying.add_argument("directory", type=path_name, metavar="DIR")
     showing = commands.add_parser("show", help="print the sequences that a run reads, by number")
@@ -778,7 +695,8 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add("--first", type=integer(0), default=0, metavar="G", help="number of the first sequence")
     add("--count", type=integer(1), default=1, metavar="N", help="sequences to print")
     args = parser.parse_args(argv)
-    if args.command == "prepare" and args.directory is None:  # after a misspelt --out is named
+    # Not a required flag of the parser, so that a misspelled --out is reported first.
+    if args.command == "prepare" and args.directory is None:
         preparing.error("--out DIR is missing")
     return args
 
@@ -788,7 +706,7 @@ def run_subcommand(args: argparse.Namespace):
         documents = Documents(
             field=args.field,
             val_fraction=args.val_fraction,
-            endings=args.ext,
+            extensions=args.ext,
             hub_config=args.config,
             hub_split=args.split,
             strict=args.strict,
@@ -803,7 +721,8 @@ def run_subcommand(args: argparse.Namespace):
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run a command. Exit status: 0; 2 with a line on stderr for an error; 130 after Ctrl-C."""
+    """Run a command. Return the exit status: 0, 2 after an error (one line on stderr), or 130 after
+    Ctrl-C."""
     return run_command(
         lambda: run_subcommand(parse_args(argv)), "data.py", interrupted="interrupted"
     )

@@ -11,24 +11,26 @@
     python sample.py checkpoints/a checkpoints/b --eval data play.txt --json figures.json
     python sample.py checkpoints/play --eval play.txt --adapt    # learn from what was read
 
-Without --prompt the model continues standard input. In a terminal this is a dialogue: the model
-continues each line that you type, with the whole dialogue as context. An empty line lets it
-continue its own text; a backslash at the end of a line continues the input on the next line. Ctrl-C
-stops the model, Ctrl-D ends the dialogue.
+Without --prompt, the model continues standard input. In a terminal this is a dialogue: the model
+continues each line that you type, with the whole dialogue as context. An empty line lets the model
+continue its own text; a backslash at the end of a line continues your input on the next line.
+Ctrl-C stops the model, Ctrl-D ends the dialogue.
 
-Output is the prompt and its continuation as text, also to files and pipes: control characters as
-escapes such as \\x1b, invalid UTF-8 as U+FFFD. --no_echo leaves out the prompt. --raw prints the
-bytes unchanged, and a line break after each sample.
+The output is the prompt and its continuation as text, in files and pipes too: control characters
+become escapes such as \\x1b, invalid UTF-8 becomes U+FFFD. --no_echo leaves out the prompt. --raw
+prints the bytes unchanged, and a line break after each sample.
 
 --stop ends a sample before a text, which is not printed. In a dialogue the text stays in the
 context, and the next input follows it directly.
 
---eval prints bits per byte, and bits per character where these differ. For a directory of shards it
-evaluates the validation data like training (val_bpb). BOS and EOS count there. For a file it
-predicts every byte, the first one of a document from BOS; only bytes count. Each record of .jsonl,
-.json and a table is a document, as is each document in a .bin shard; any other file is one. Windows
-of --seq_len bytes advance by half. So each byte has at least half a window of context, or all of
-its document so far.
+--eval prints bits per byte, and bits per character if these differ.
+
+    directory of shards   the validation data as training evaluates it (val_bpb); BOS and EOS count
+    file                  every byte, the first byte of a document from BOS; only bytes count
+
+Each record of .jsonl, .json and a table is a document, as is each document in a .bin shard; any
+other file is one document. Windows of --seq_len bytes advance by half a window, so each byte has at
+least half a window of context, or all of its document so far.
 """
 
 from spider.threads import start_script
@@ -50,28 +52,19 @@ from typing import Any
 
 import torch
 
-from data import Source, Stream, map_shard, open_source, validation_sets
+from data import Source, map_shard, open_source, validation_sets
 from spider.config import RANGES, SEQ_LEN
-from spider.data.inputs import naming, uncompressed_name
-from spider.data.prepare import KINDS, Documents, Input, ShardWriter
+from spider.data.inputs import uncompressed_name, with_filename
+from spider.data.prepare import FORMATS, Documents, Input, ShardWriter
+from spider.data.stream import Stream
 from spider.errors import DataError, UsageError, one_line, print_line, raise_on_signals, run_command
 from spider.files import atomic_write
 from spider.flags import Parser, integer, path_name, real, refuse_url
+from spider.inference.adapt import DynamicEvaluation, count_characters, score_windows
 from spider.inference.export import write_export
+from spider.inference.load import decoder_of, find_best, model_of, read_checkpoint
 from spider.inference.look import show
-from spider.inference.sampling import (
-    Adaptation,
-    Sampler,
-    best_of,
-    complete,
-    converse,
-    count_characters,
-    decoder_of,
-    in_notebook,
-    model_of,
-    read_checkpoint,
-    score_windows,
-)
+from spider.inference.sampling import Sampler, complete, converse, in_notebook
 from spider.machine import (
     keep_freed_memory,
     memory_advice,
@@ -101,6 +94,22 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     """Parse the command line. Raise UsageError for a bad value, or a flag that the command would
     not read."""
     parser = Parser(prog="sample.py", description=__doc__)
+    add_commands(parser)
+    add_talking_flags(parser)
+    add_eval_flags(parser)
+    parser.add_argument_group("with --show").add_argument(
+        "--html",
+        type=path_name,
+        metavar="OUT",
+        help="path of the page (default: look.html next to the checkpoint)",
+    )
+    args = parser.parse_args(argv)
+    refuse_unread_flags(parser, args)
+    return args
+
+
+def add_commands(parser: Parser):
+    """Add the checkpoint, the flags that most commands read, and the commands."""
     add = parser.add_argument
     add(
         "checkpoint",
@@ -112,52 +121,55 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add(
         "--best",
         action="store_true",
-        help="use the checkpoint with the lowest validation loss of a directory",
+        help="use the checkpoint of a directory that has the lowest validation loss",
     )
     add(
         "--n_loops",
         type=loop_counts,
         metavar="N,...",
-        help="loops of the core (as trained); several for --eval",
+        help="loops of the core (default: as trained); --eval takes several numbers",
     )
     add("--device", default="auto", choices=("auto", "cpu", "cuda"))
     commands = parser.add_argument_group("instead of talking").add_mutually_exclusive_group()
-    commands.add_argument(
+    add = commands.add_argument
+    add(
         "--eval",
         nargs="+",
         type=path_name,
         metavar="FILE",
         help="evaluate on texts or directories of shards",
     )
-    commands.add_argument(
+    add(
         "--show",
         metavar="FILE|TEXT",
         help="analyze a text, in the terminal and as an HTML page: a file, - (stdin) or "
-        "the text itself; at most 1 MB of it",
+        "the text itself; at most its first 1 MB",
     )
-    commands.add_argument(
+    add(
         "--export",
         type=path_name,
         metavar="DIR",
         help="export to a new directory for Hugging Face's libraries",
     )
 
+
+def add_talking_flags(parser: Parser):
     add = parser.add_argument_group("talking").add_argument
     add("--prompt", help="text to continue; default: standard input, or a dialogue in a terminal")
     add("--bytes", type=integer(1), default=500, help="maximum number of bytes to generate")
     add("--temperature", type=real(0), default=0.8, help="sampling temperature; 0 is greedy")
-    add("--top_k", type=integer(1), help="sample only from the k likeliest bytes")
+    add("--top_k", type=integer(1), help="sample only from the k most likely bytes")
     add(
         "--top_p",
         type=real(0, 1, above=True),
-        help="sample only from the likeliest bytes of total probability p",
+        help="sample only from the most likely bytes, of total probability p",
     )
     add(
         "--no_repeat_ngram_size",
         type=integer(0),
         default=64,
         metavar="N",
-        help="write no sequence of N bytes twice, which ends endless repetition; 0: off",
+        help="never write a sequence of N bytes twice, which ends endless repetition; 0: off",
     )
     add("--samples", type=integer(1, 1 << 16), default=1, help="number of samples per prompt")
     add("--seed", type=integer(0), default=0, help="seed of the samples")
@@ -167,7 +179,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         type=stop_text,
         default=[],
         metavar="TEXT",
-        help="end a sample where TEXT would follow, which is not printed; may be repeated",
+        help="end a sample before TEXT, which is not printed; may be repeated",
     )
     add("--no_echo", action="store_true", help="print only the continuation, not the prompt")
     add(
@@ -175,14 +187,17 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         action="store_true",
         help="print bytes unchanged, including terminal control sequences",
     )
+
+
+def add_eval_flags(parser: Parser):
     add = parser.add_argument_group("with --eval").add_argument
     add("--json", type=path_name, metavar="OUT", help="also write the results to a file")
     add("--field", default="text", help="JSON field with the text")
-    add("--seq_len", type=integer(*SEQ_LEN), help="bytes per window (as trained)")
+    add("--seq_len", type=integer(*SEQ_LEN), help="bytes per window (default: as trained)")
     add(
         "--batch",
         type=integer(1),
-        help="sequences per batch (8,192 bytes); does not change the results",
+        help="sequences per batch (default: 8,192 bytes); does not change the results",
     )
     add(
         "--precision",
@@ -195,21 +210,10 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         action="store_true",
         help="let the model learn from each 1,024 bytes after they are scored",
     )
-    add = parser.add_argument_group("with --show").add_argument
-    add(
-        "--html",
-        type=path_name,
-        metavar="OUT",
-        help="path of the page of --show (look.html beside the checkpoint)",
-    )
-
-    args = parser.parse_args(argv)
-    refuse_unread_flags(parser, args)
-    return args
 
 
-# The flags that each command reads, besides --best; "" is talking
-READS = {
+# The flags that each command reads, in addition to --best; "" is talking
+FLAGS_OF_COMMAND = {
     "": "n_loops device prompt bytes temperature top_k top_p no_repeat_ngram_size samples seed "
     "stop no_echo raw",
     "eval": "n_loops device json field seq_len batch precision adapt",
@@ -221,21 +225,21 @@ READS = {
 def refuse_unread_flags(parser: Parser, args: argparse.Namespace):
     """Raise UsageError for a flag that the command would not read."""
     given = [name for name, value in vars(args).items() if value != parser.get_default(name)]
-    command = next((name for name in given if name in READS), "")
-    read = {"checkpoint", "best", command, *READS[command].split()}
+    command = next((name for name in given if name in FLAGS_OF_COMMAND), "")
+    read = {"checkpoint", "best", command, *FLAGS_OF_COMMAND[command].split()}
     for name in given:
         if name in read:
             continue
         if command:
             parser.error(f"--{name} cannot be used with --{command}")
-        reader = next(reader for reader, names in READS.items() if name in names.split())
+        reader = next(reader for reader, names in FLAGS_OF_COMMAND.items() if name in names.split())
         parser.error(f"--{name} needs --{reader}")
     if args.adapt and (args.seq_len or args.batch):
         parser.error("--seq_len and --batch cannot be used with --adapt, which reads in chunks")
     several = len(args.checkpoint) > 1 or len(args.n_loops or ()) > 1
     if several and command != "eval":
         parser.error(
-            "only --eval takes several checkpoints or numbers of loops; text is given by --prompt"
+            "only --eval takes several checkpoints or numbers of loops; use --prompt to give a text"
         )
 
 
@@ -248,7 +252,7 @@ def bytes_to_continue(prompt: str | None) -> bytes | None:
     dialogue."""
     if prompt is not None:
         return os.fsencode(prompt)
-    if in_notebook() and os.isatty(0):  # a cell's terminal, in which none can type
+    if in_notebook() and os.isatty(0):  # the terminal of a cell, where nobody can type
         raise UsageError("a notebook has no input for a dialogue: give --prompt")
     if os.isatty(0):
         return None if sys.stdout.isatty() else b""
@@ -257,7 +261,7 @@ def bytes_to_continue(prompt: str | None) -> bytes | None:
 
 
 def talk(args: argparse.Namespace, name: str, model_class: type[Spider]):
-    """Continue a prompt, or hold a dialogue if there is none and stdin and stdout are a
+    """Continue a prompt, or hold a dialogue if there is no prompt and stdin and stdout are a
     terminal."""
     prompt = bytes_to_continue(args.prompt)
     if prompt is None and args.samples > 1:
@@ -270,14 +274,14 @@ def talk(args: argparse.Namespace, name: str, model_class: type[Spider]):
         complete(sampler, state, prompt)
         return
     print_line(
-        f"{path}, step {saved['step']}. Type a line for the model to continue, an empty one for "
-        f"more. Ctrl-C stops it, Ctrl-D quits."
+        f"{path}, step {saved['step']}. Type a line for the model to continue, or an empty line "
+        f"for more text. Ctrl-C stops the model, Ctrl-D quits."
     )
     converse(sampler, state)
 
 
 def loops_of(args: argparse.Namespace, saved: dict) -> list[int]:
-    """Return the numbers of loops to run: those of --n_loops, or that of training."""
+    """Return the numbers of loops to run: --n_loops, or the number of loops in training."""
     return args.n_loops or [saved["n_loops"]]
 
 
@@ -300,23 +304,23 @@ def open_text(name: str, field: str) -> Text:
 
 
 def read_ids(name: str, field: str) -> Stream:
-    """Return the ids of a text file, or of JSON or a table with a document in each record. They are
-    written to a temporary file, and mapped."""
-    kind = KINDS.get(Path(uncompressed_name(name)).suffix, "document")
+    """Return the ids of a text file, or of JSON or a table with a document in each record, mapped
+    from a temporary file."""
+    file_format = FORMATS.get(Path(uncompressed_name(name)).suffix, "document")
     documents = Documents(field, val_fraction=0.0, strict=True, binary=True)
-    with tempfile.TemporaryDirectory() as directory, naming(directory):
+    with tempfile.TemporaryDirectory() as directory, with_filename(directory):
         writer = ShardWriter(Path(directory), "text", sys.maxsize)
-        for _, text in documents.read(Input(name, kind), writer.folder):
+        for _, text in documents.read(Input(name, file_format), writer.folder):
             writer.write(text)
         writer.finish_shard()
         shards = [map_shard(os.path.join(directory, entry.name)) for entry in writer.entries]
     return Stream(shards)
 
 
-def figures_of(
+def evaluations(
     args: argparse.Namespace, names: list[str], texts: dict[str, Text], model_class: type[Spider]
 ) -> Iterator[dict[str, Any]]:
-    """Yield the figures of each checkpoint, text and number of loops, as an entry of --json. In a
+    """Yield the result for each checkpoint, text and number of loops, as an entry of --json. In a
     prepared directory, BOS and EOS count as bytes and as characters. Raise DataError for a text
     without a byte to predict, and FloatingPointError for a loss that is not finite."""
     device = resolve_device(args.device)
@@ -329,8 +333,8 @@ def figures_of(
         seq_len = args.seq_len or saved.get("flags", {}).get("seq_len", 2048)  # bytes of a window
         model: Spider | None = None
         for file, n_loops in product(texts, loops_of(args, saved)):
-            if model is None or args.adapt:  # which has changed the weights
-                model = None  # freed before the next one is built
+            if model is None or args.adapt:  # --adapt has changed the weights
+                model = None  # free it before the next model is built
                 model = model_of(saved, device, dtype, model_class)
             score, characters = score_text(args, model, saved, texts[file], seq_len, n_loops)
             if not score.targets:
@@ -343,7 +347,7 @@ def figures_of(
                 checkpoint=str(path),
                 file=file,
                 n_loops=n_loops,
-                bytes=score.targets,  # that were predicted
+                bytes=score.targets,  # predicted bytes
                 characters=characters,  # in these bytes
                 bits_per_byte=score.bits_per_byte,
                 bits_per_character=score.bits_per_byte * score.targets / characters,
@@ -356,14 +360,14 @@ def figures_of(
 def score_text(
     args: argparse.Namespace, model: Spider, saved: dict, text: Text, seq_len: int, n_loops: int
 ) -> tuple[Totals, int]:
-    """Score the bytes of a file, or the validation rows of a prepared directory as the trainer
-    evaluates them. Return the number of their characters, too."""
+    """Score the bytes of a file, or the validation rows of a prepared directory as training does.
+    Also return the number of their characters."""
     batch = args.batch or max(1, EVAL_BYTES // seq_len)
     eval_tokens = saved.get("flags", {}).get("eval_tokens", 1 << 20)
     stream = text if isinstance(text, Stream) else text.val.slice(0, eval_tokens + 1)
     special = isinstance(text, Source)
     if args.adapt:
-        totals = Adaptation(model, saved, n_loops).score(stream, special)
+        totals = DynamicEvaluation(model, saved, n_loops).score(stream, special)
     elif isinstance(text, Stream):
         totals = score_windows(model, text, seq_len, batch, n_loops)
     else:
@@ -374,28 +378,29 @@ def score_text(
 
 
 def evaluate_texts(args: argparse.Namespace, names: list[str], model_class: type[Spider]):
-    """Print the figures of checkpoints on the texts of --eval as a table, and write them to
-    --json. After an error, what was measured before it is printed."""
+    """Print the results of checkpoints on the texts of --eval as a table, and write them to --json.
+    After an error, print the results before it."""
     with atomic_write(Path(args.json)) if args.json else nullcontext() as out:
-        texts = {name: open_text(name, args.field) for name in args.eval}  # errors come early
-        figures: list[dict[str, Any]] = []
+        # all texts first, so that their errors come early
+        texts = {name: open_text(name, args.field) for name in args.eval}
+        results: list[dict[str, Any]] = []
         try:
-            for figure in figures_of(args, names, texts, model_class):
-                figures.append(figure)  # noqa: PERF402 one at a time
+            for result in evaluations(args, names, texts, model_class):
+                results.append(result)  # noqa: PERF402  # an error keeps those before it
         finally:
-            if figures:
-                print_table(figures)
+            if results:
+                print_table(results)
         if out is not None:
-            out.write(json.dumps(figures, indent=1, allow_nan=False) + "\n")
+            out.write(json.dumps(results, indent=1, allow_nan=False) + "\n")
 
 
-def print_table(figures: list[dict[str, Any]]):
-    """Print a row per entry. Where characters are not bytes, their columns follow."""
+def print_table(results: list[dict[str, Any]]):
+    """Print a row per result. If characters and bytes differ, add columns for characters."""
     lines = [["checkpoint", "file", "n_loops", "bytes", "bits/byte"]]
-    with_characters = any(entry["characters"] != entry["bytes"] for entry in figures)
+    with_characters = any(entry["characters"] != entry["bytes"] for entry in results)
     if with_characters:
         lines[0] += ["characters", "bits/character"]
-    for entry in figures:
+    for entry in results:
         line = [one_line(entry["checkpoint"]), one_line(entry["file"]), str(entry["n_loops"])]
         line += [f"{entry['bytes']:,}", f"{entry['bits_per_byte']:.4f}"]
         if with_characters:
@@ -411,17 +416,17 @@ def print_table(figures: list[dict[str, Any]]):
 
 
 def main(argv: list[str] | None = None, model_class: type[Spider] = Spider) -> int:
-    """Run sample.py, for models of a class. Exit status: 0; 2 with one line on stderr; 130 after
-    Ctrl-C."""
+    """Run sample.py for models of a class. Return the exit status: 0, 2 after an error (one line on
+    stderr), or 130 after Ctrl-C."""
     start_log()
 
     def command():
         args = parse_args(argv)
         names = args.checkpoint
         if args.best:
-            names = [best_of(name) for name in names]
+            names = [find_best(name) for name in names]
         with memory_advice(
-            "lower --samples or --bytes, with --eval --batch or --seq_len, or use a machine with "
+            "lower --samples or --bytes (with --eval: --batch or --seq_len), or use a machine with "
             "more memory"
         ):
             if args.eval:

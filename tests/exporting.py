@@ -8,7 +8,7 @@ import torch
 
 import sample
 from conftest import awake, final_state, make_shards, run, small_config
-from spider.inference.sampling import decoder_of, read_checkpoint
+from spider.inference.load import decoder_of, read_checkpoint
 from spider_model import Spider
 
 

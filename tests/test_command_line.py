@@ -210,7 +210,7 @@ def test_a_text_that_was_prepared_by_hand_with_other_flags_is_used(text, new_log
     (text.parent / "b.md").write_text("not read")
     prepare("in", "--val_fraction=0.5", "--ext=.txt", "--out=data/in")
     assert train.command_line([*TEXT.split(), "--text=in"]) == 0
-    assert "data: 1,041 ids in data/in, 1,042 to validate" in new_log()
+    assert "data: 1,041 ids in data/in, 1,042 for validation" in new_log()
 
 
 def test_a_text_that_changed_or_is_another_one_is_refused_with_the_commands_for_it(text, capsys):
@@ -221,9 +221,9 @@ def test_a_text_that_changed_or_is_another_one_is_refused_with_the_commands_for_
     capsys.readouterr()
     for name in (text, "a.txt"):
         assert refused(["--text", name], capsys) == (
-            f"train.py: error: data/a: has shards already, of in/a.txt as it was then. "
-            f"To go on with them: --data_dir data/a --ckpt_dir checkpoints/a instead of --text. "
-            f"New ones: python data.py prepare {name} --out data/a-new-new, then "
+            f"train.py: error: data/a: already has shards of in/a.txt as it was then. "
+            f"To keep using them: --data_dir data/a --ckpt_dir checkpoints/a instead of --text. "
+            f"To make new ones: python data.py prepare {name} --out data/a-new-new, then "
             f"--data_dir data/a-new-new --ckpt_dir checkpoints/a-new-new instead of --text"
         )
 
@@ -251,7 +251,7 @@ METRICS = """
 """.split()
 LOGGED = (
     "model tiny, 93.9M parameters, loops: 1; cpu, ",
-    "data: 1,005,806 ids in mock, 70,053 to validate",
+    "data: 1,005,806 ids in mock, 70,053 for validation",
     "steps: 20 of 256 bytes, micro-batch 2, saved in checkpoints/mock",
     "compile off, grouped experts, muon, recompute nothing",
     "checkpoint: checkpoints/mock/spider-step20.pt, 394 MB",

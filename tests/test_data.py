@@ -237,7 +237,7 @@ def test_without_a_validation_shard_the_last_hundredth_is_held_out(tmp_path):
     assert len(found.val.read(0, 6)) == 6
     assert found.val.slice(1, 9).where(0) == f"{tmp_path}/a.bin: byte offset 1992"
     assert found.val.where(6) == f"{tmp_path}/b.bin: byte offset 2"
-    line = f"data: 995 ids in {tmp_path}, its last 10 to validate"
+    line = f"data: 995 ids in {tmp_path}, its last 10 for validation"
     assert str(found).startswith(line)
     os.truncate(tmp_path / "b.bin", 2 * 1_100_000_000)
     assert len(open_data(str(tmp_path))[0].val) == 10_000_000
@@ -299,15 +299,20 @@ def metadata(text: bytes) -> dict[str, bytes]:
 
 # (files by name, a command of data.py, a fragment of the error)
 REFUSALS = [
-    ({}, "show d", "d: no directory of shards; to train on a text: python train.py --text FILE"),
+    ({}, "show d", "d: not a directory of shards; to train on a text: python train.py --text FILE"),
     (
         {"a file; touch X": b"x"},
         "show 'a file; touch X'",
-        "X: no directory of shards; to train on a text: python train.py --text 'a file; touch X'",
+        "X: not a directory of shards; "
+        "to train on a text: python train.py --text 'a file; touch X'",
     ),
-    ({"d/x.txt": b"x"}, "show d", "d: no .bin file in it; to train on a text: python train.py --t"),
+    (
+        {"d/x.txt": b"x"},
+        "show d",
+        "d: contains no .bin file; to train on a text: python train.py --t",
+    ),
     ({"d/a/x.bin": b""}, "show d", "d/a/x.bin: has 0 bytes"),
-    ({"d/x.bin": b"abc"}, "show d", "d/x.bin: has 3 bytes, none or an odd number"),
+    ({"d/x.bin": b"abc"}, "show d", "d/x.bin: has 3 bytes; a shard has two for each id"),
     (
         {"d/x.bin": SHARD + b"\x10\1"},
         "show d --seq_len 2",
@@ -324,7 +329,7 @@ REFUSALS = [
         ({}, f"show {mixture}", f"{mixture}: neither a directory nor a mixture dir:weight,")
         for mixture in ("web:x,code:1", "web:0,code:1", "web:inf,code:1", ":1,code:1")
     ),
-    ({}, "show d:1,./d:1", "a directory is named twice"),
+    ({}, "show d:1,./d:1", "names a directory twice"),
     ({}, "prepare - --out o", "1 empty (-)"),
     ({"x.jsonl": b"\n \n"}, "prepare x.jsonl --out o", "x.jsonl: nothing to train on: no document"),
     ({"x.txt": b"\xef\xbb\xbf"}, "prepare x.txt --out o", "1 empty (x.txt)"),
@@ -335,12 +340,12 @@ REFUSALS = [
     ),
     ({}, "prepare x.txt --out o", "x.txt: no such file"),
     ({}, "prepare https://host/x.txt --out o", "x.txt: a URL: download it first"),
-    ({"in/x.log": b"a"}, "prepare in --out o", "in: no text, code, JSON or table file: `data.py"),
+    ({"in/x.log": b"a"}, "prepare in --out o", "in: no text, code, JSON or table file; for"),
     ({"x.txt": b"a"}, "prepare x.txt --ext .py,.md --out o", "x.txt: no .py .md file"),
     ({}, "prepare x.txt --out o --val_fraction 1", "--val_fraction: '1' is not a number"),
     ({}, "prepare x.txt --out=", "--out: '' is not a path"),
     *(
-        ({"a.txt": b"a text", name: b"{}"}, "prepare a.txt --out o", "o: has shards already, of ")
+        ({"a.txt": b"a text", name: b"{}"}, "prepare a.txt --out o", "o: already has shards of ")
         for name in ("o/metadata.json", "o/below/x.bin")
     ),
     ({"x.jsonl": b'"a"'}, "prepare x.jsonl --val_fraction 0.999 --out o", "lower --val_fraction"),
@@ -431,7 +436,10 @@ def test_verify_needs_the_shards_that_metadata_lists_but_no_metadata(prepared, c
     Path("o/metadata.json").unlink()
     assert run_data("verify o") == 0
     out = capsys.readouterr().out
-    assert "valid shards: 7\nchecked by format alone, since no metadata.json lists them: 7" in out
+    assert (
+        "valid shards: 7\nonly their format was checked, since no metadata.json lists them: 7"
+        in out
+    )
 
 
 def test_show_prints_the_sequences_that_the_loader_reads(in_tmp_path, capsys):

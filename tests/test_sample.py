@@ -22,8 +22,8 @@ import sample
 import spider_model
 from conftest import ROOT, final_state, metrics, refused
 from preparing import write_shard
-from spider.inference import sampling as inference
-from spider.inference.sampling import decoder_of, read_checkpoint
+from spider.inference import adapt, sampling
+from spider.inference.load import decoder_of, read_checkpoint
 from spider_model import Spider
 from tokenizer import BOS_ID, EOS_ID
 
@@ -148,7 +148,7 @@ def test_only_a_terminal_shows_bytes_more_often_than_ten_times_a_second(stdout, 
     monkeypatch.setattr(file, "isatty", lambda: stdout != "pipe", raising=False)
     monkeypatch.setattr(sys, "stdout", file)
     clock = itertools.count(7.0, 0.04)
-    monkeypatch.setattr(inference, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    monkeypatch.setattr(sampling, "time", SimpleNamespace(monotonic=lambda: next(clock)))
     seen = []
 
     def pieces():
@@ -156,7 +156,7 @@ def test_only_a_terminal_shows_bytes_more_often_than_ten_times_a_second(stdout, 
             yield bytes([byte])
             seen.append(len(file.buffer.getvalue()))
 
-    inference.print_bytes(pieces(), raw=False)
+    sampling.print_bytes(pieces(), raw=False)
     assert seen == ([1, 2, 3, 4, 5, 6] if stdout == "terminal" else [1, 1, 1, 4, 4, 4])
     assert file.buffer.getvalue() == b"abcdef\n"
 
@@ -351,7 +351,7 @@ def test_a_table_has_a_row_per_checkpoint_text_and_number_of_loops(
 def test_bits_per_character_divide_by_code_points_and_bytes_that_are_not_utf8(
     trained, tmp_path, figures, monkeypatch
 ):
-    monkeypatch.setattr(inference, "COUNTED", 2)  # ids: a character lies in two pieces or three
+    monkeypatch.setattr(adapt, "DECODE_CHUNK", 2)  # ids: a character lies in two pieces or three
     documents = ("aé漢🕸".encode(), b"\xff\xe6\xbc", "漢".encode()[:1], "漢字".encode())
     characters = 4 + 3 + 1 + 2
     data = tmp_path / "data"
@@ -416,7 +416,7 @@ def files(trained, tmp_path, monkeypatch) -> Path:
         ("run --eval no.jsonl", "no.jsonl:1: without a text in 'text': it has a: make one text"),
         ("run --eval empty", "empty: "),
         ("run --eval one.bin", "one.bin: no byte to predict"),
-        ("run --show nofile.txt", "nofile.txt: no such file; pipe a text that looks like"),
+        ("run --show nofile.txt", "nofile.txt: no such file; to show a text that looks like"),
         ("run --show no/file", "no/file: no such file"),
         ("none --eval a.txt --json no/out", "no/out: No such file"),
         ("run --export empty.txt", "exists and is not an empty directory: use another name"),
@@ -447,4 +447,4 @@ def test_out_of_memory_is_one_line_with_the_remedy(files, monkeypatch, capsys):
     monkeypatch.setattr(Spider, "forward", fail)
     for argv in ("run --prompt x --samples 65536", "run --eval a.txt"):
         line = refused(argv.split(), capsys, program="sample.py", main=sample.main)
-        assert "lower --samples or --bytes, with --eval --batch or --seq_len" in line
+        assert "lower --samples or --bytes (with --eval: --batch or --seq_len)" in line

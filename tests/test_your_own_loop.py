@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from conftest import ROOT, code_blocks, has_lookups
-from spider.inference.sampling import model_of
+from spider.inference.load import model_of
 from spider.model.memory import EngramTable, tables_of
 from spider.training.checkpoint import load_checkpoint
 from spider_model import Spider

@@ -1,1 +1,1 @@
-"""Data: from texts to shards, and how the shards of a directory are read."""
+"""Data: turn texts into shards, and read the shards of a directory."""

@@ -1,12 +1,13 @@
-"""Open the inputs of `prepare`, compressed ones too, and read their records.
+"""Open the inputs of `prepare`, compressed or not, and read their records.
 
-    json_records("a.json", file)            # .json: an array, objects in a row, or JSON lines
+    json_records("a.json", file)            # .json: an array, a series of values, or JSON lines
     table_rows("a.parquet", file, "text")   # .parquet, .arrow, .csv
     hub_rows("HuggingFaceFW/fineweb-edu", "text", "sample-10BT", "train")
-    text_of(record, "text")                 # the text of a record, in UTF-8, or why it has none
+    record_text(record, "text")             # the text of a record in UTF-8, or why it has none
 
 Text and JSON lines are read a few MB at a time. pyarrow and `datasets`, which the extra `data`
-installs, are imported where they are used: that takes seconds, and most inputs need neither.
+installs, are imported where they are used: importing them takes seconds, and most inputs need
+neither.
 """
 
 import codecs
@@ -28,14 +29,14 @@ from spider import files
 from spider.errors import DataError
 from spider.files import MIB, bounded_lines
 
-PYDOC = "pydoc_data.topics"  # in place of a path: the documentation that Python carries
+PYDOC = "pydoc_data.topics"  # in place of a path: Python's own documentation
 COMPRESSIONS = (".gz", ".zst")
 SEPARATORS = tuple(" \t\r\n,")  # between the elements of a JSON array
 GIT_LFS = b"version https://git-lfs.github.com/spec/"
 
 
 def uncompressed_name(path: str | Path) -> str:
-    """Return a file's name in lower case, without .gz or .zst, so that its extension is that of the
+    """Return a file's name in lower case, without .gz or .zst, so that its extension names the
     format."""
     return Path(path).name.lower().removesuffix(".gz").removesuffix(".zst")
 
@@ -47,13 +48,13 @@ def uncompressed_name(path: str | Path) -> str:
 class Fault(NamedTuple):
     """Why a record is skipped."""
 
-    kind: str  # faults are counted by it, so that it has nothing of the record
-    detail: str = ""  # what this record has
+    reason: str  # faults are counted by reason, so a reason quotes nothing of the record
+    detail: str = ""  # what this record has instead
 
 
 @contextmanager
 def any_error_as_data_error(path: str) -> Iterator[None]:
-    """Turn any error of a library that reads `path` into a DataError of one line."""
+    """Turn any error of a library that reads `path` into a one-line DataError."""
     try:
         yield
     except ImportError as error:
@@ -65,8 +66,8 @@ def any_error_as_data_error(path: str) -> Iterator[None]:
 
 
 @contextmanager
-def naming(path: str | Path) -> Iterator[None]:
-    """Add `path` to an OSError that names no file, as those of reading and writing do."""
+def with_filename(path: str | Path) -> Iterator[None]:
+    """Add `path` to an OSError that names no file, such as one from read() or write()."""
     try:
         yield
     except OSError as error:
@@ -80,11 +81,11 @@ def naming(path: str | Path) -> Iterator[None]:
 
 
 def open_input(path: str, scratch: Path) -> IO[bytes]:
-    """Open a file, standard input (-) or PYDOC, as a seekable file.
+    """Open a file, standard input (-) or PYDOC as a seekable file.
 
-    A text is split by its length, so the length must be known before. Standard input, pipes and
-    compressed files are therefore copied first, into an unnamed file in the directory `scratch`.
-    Raise DataError for a compressed file that is damaged or cut off.
+    A text is split by its length, which must be known first. Standard input, pipes and compressed
+    files are therefore copied into an unnamed file in the directory `scratch`. Raise DataError for
+    a compressed file that is damaged or truncated.
     """
     if path == PYDOC:
         from pydoc_data.topics import topics
@@ -93,35 +94,35 @@ def open_input(path: str, scratch: Path) -> IO[bytes]:
         text = "\n\n".join(dict.fromkeys(paragraphs)) + "\n"  # each once
         return io.BytesIO(text.encode())
     if path == "-":
-        return copy_of(sys.stdin.buffer, path, scratch)
+        return copy_to_scratch(sys.stdin.buffer, path, scratch)
     file = io.BufferedReader(io.FileIO(path), MIB)
     _, extension = os.path.splitext(path.lower())
     if file.peek().startswith(GIT_LFS):
-        extension = ""  # it is not compressed; its caller refuses it by any name
+        extension = ""  # not compressed; the caller refuses a pointer, whatever its name
     if file.seekable() and extension not in COMPRESSIONS:
         return file
     stream: IO[bytes] = file
     if extension == ".gz":
-        stream = gzip.GzipFile(fileobj=file)  # type: ignore[assignment]  # is no IO to mypy
+        stream = gzip.GzipFile(fileobj=file)  # type: ignore[assignment]  # not an IO to mypy
     elif extension == ".zst":
         with any_error_as_data_error(path):
             import pyarrow
 
             stream = pyarrow.CompressedInputStream(file, "zstd")
     with file:
-        return copy_of(stream, path, scratch)
+        return copy_to_scratch(stream, path, scratch)
 
 
-def copy_of(stream: IO[bytes], path: str, scratch: Path) -> IO[bytes]:
-    """Copy a stream that reads `path` into an unnamed file in the directory `scratch`. Return that
-    file, at its start."""
+def copy_to_scratch(stream: IO[bytes], path: str, scratch: Path) -> IO[bytes]:
+    """Copy a stream that reads `path` into an unnamed file in the directory `scratch`, and return
+    the file at its start."""
     copy = tempfile.TemporaryFile(buffering=MIB, dir=scratch)
-    copy.writelines(pieces(stream, sys.maxsize, path))
+    copy.writelines(read_pieces(stream, sys.maxsize, path))
     copy.seek(0)
     return copy
 
 
-def pieces(stream: IO[bytes], size: int, path: str) -> Iterator[bytes]:
+def read_pieces(stream: IO[bytes], size: int, path: str) -> Iterator[bytes]:
     """Yield the next `size` bytes of a stream that reads `path`, in pieces of a few MB."""
     while size > 0:
         with any_error_as_data_error(path):
@@ -132,20 +133,20 @@ def pieces(stream: IO[bytes], size: int, path: str) -> Iterator[bytes]:
         size -= len(piece)
 
 
-def fault_of(head: bytes, is_text: bool, binary: bool) -> str | None:
-    """Return why a file is not what is meant, given its first bytes; None if they show nothing.
+def find_fault(head: bytes, is_text: bool, binary: bool) -> str | None:
+    """Return why a file is unusable, given its first bytes, or None if they look right.
 
-    is_text: it is read as it stands. Then it may have no NUL, and no more than 3% of bytes that are
-    not UTF-8. binary: it may have any bytes, but not be a pointer to another file.
+    is_text: the file is read as it stands, so it may have no NUL, and at most 3% of bytes that are
+    not UTF-8. binary: any bytes are right, except a pointer to another file.
     """
     if head.startswith(GIT_LFS):
         return "Git LFS pointer instead of the file: run `git lfs pull`"
     if binary:
         return None
     if head.startswith((codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE)):
-        return "UTF-32: convert it by `iconv -f UTF-32 -t UTF-8`"
+        return "UTF-32: convert it with `iconv -f UTF-32 -t UTF-8`"
     if head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
-        return "UTF-16: convert it by `iconv -f UTF-16 -t UTF-8`"
+        return "UTF-16: convert it with `iconv -f UTF-16 -t UTF-8`"
     if is_text and 0 in head:
         return (
             "binary, or UTF-16 without a byte order mark: convert a PDF or a document to text; "
@@ -154,8 +155,8 @@ def fault_of(head: bytes, is_text: bool, binary: bool) -> str | None:
     in_utf_8 = len(head.decode(errors="ignore").encode())
     if is_text and in_utf_8 < 0.97 * len(head):
         return (
-            "Latin-1 or another encoding that is not UTF-8: convert it by `iconv -f ENCODING -t "
-            "UTF-8` (LATIN1, CP1251, ...), or take its bytes by `data.py prepare --binary`"
+            "Latin-1 or another encoding that is not UTF-8: convert it with `iconv -f ENCODING -t "
+            "UTF-8` (LATIN1, CP1251, ...), or read its bytes with `data.py prepare --binary`"
         )
     return None
 
@@ -167,9 +168,8 @@ def fault_of(head: bytes, is_text: bool, binary: bool) -> str | None:
 def json_records(path: str, file: IO[bytes]) -> Iterator[object]:
     """Yield the records of a .json file.
 
-    If the first of several lines is JSON by itself, the records are the lines. Otherwise the
-    whole file is read, and the records are the elements of an array, or the values that follow one
-    another.
+    If the first of several lines is valid JSON, the records are the lines. Otherwise the whole file
+    is read, and the records are the elements of an array, or a series of values.
     """
     start = file.tell()
     not_blank = filter(bytes.strip, bounded_lines(file))
@@ -178,7 +178,7 @@ def json_records(path: str, file: IO[bytes]) -> Iterator[object]:
     if len(lines) == 2 and is_json(lines[0]):
         yield from bounded_lines(file)
         return
-    # `datasets` would change texts: a date such as 2020-01-01 becomes a time
+    # not with `datasets`, which changes texts: a date such as 2020-01-01 becomes a time
     with any_error_as_data_error(path):  # there may be too little memory
         text = file.read().strip().decode(errors="surrogateescape")
     closing = "]" if text.startswith("[") else ""
@@ -191,7 +191,7 @@ def json_records(path: str, file: IO[bytes]) -> Iterator[object]:
             value, position = decoder.raw_decode(text, position)
             yield value
     if text[position:] != closing:
-        yield Fault("not JSON, and nothing is read from there on")
+        yield Fault("not JSON; the rest of the file is not read")
 
 
 def is_json(line: bytes) -> bool:
@@ -202,8 +202,8 @@ def is_json(line: bytes) -> bool:
 
 
 def table_rows(path: str, file: IO[bytes], field: str) -> Iterator[object]:
-    """Yield the rows of a table, with the column `field` alone. The extension of `path` names the
-    format. Raise DataError for anything that cannot be read."""
+    """Yield the rows of a table, with only the column `field`. The extension of `path` names the
+    format. Raise DataError for whatever cannot be read."""
     extension = Path(uncompressed_name(path)).suffix
     with any_error_as_data_error(path):
         if extension == ".csv":
@@ -224,10 +224,10 @@ def table_rows(path: str, file: IO[bytes], field: str) -> Iterator[object]:
             batches = pyarrow.ipc.open_stream(file)
             schema = batches.schema
         if field not in schema.names:
-            yield without_field(field, schema.names)
+            yield missing_field(field, schema.names)
             return
         for batch in batches:
-            batch.validate(full=True)  # before a damaged offset is followed
+            batch.validate(full=True)  # raises an error before a damaged offset is used
             for cell in batch.column(field):
                 yield {field: cell.as_py()}
         if extension == ".arrow" and not is_file_format and file.read(1):
@@ -248,37 +248,35 @@ def csv_rows(file: IO[bytes]) -> Iterator[object]:
 
 
 def hub_rows(name: str, field: str, config: str | None, split: str) -> Iterator[object]:
-    """Yield the rows of a data set of the Hugging Face hub, with the column `field` alone.
+    """Yield the rows of a data set of the Hugging Face hub, with only the column `field`.
 
     name, config, split: owner/name, configuration and split of the data set. Raise DataError for
-    anything that cannot be read.
+    whatever cannot be read.
     """
-    with any_error_as_data_error(
-        f"{name}: no such file, and as a data set of the Hugging Face hub"
-    ):
+    with any_error_as_data_error(f"{name}: not a file, and as a data set of the Hugging Face hub"):
         import datasets
 
-        # what it would log is in the exception
+        # the exception has all that this library would log
         datasets.logging.set_verbosity(datasets.logging.CRITICAL)
         table = datasets.load_dataset(name, config, split=split, streaming=True)
         names = table.column_names or [field]
         if field not in names:
-            raise ValueError("".join(without_field(field, names)))
+            raise ValueError("".join(missing_field(field, names)))
         yield from table.select_columns([field])
 
 
-def without_field(field: str, names: Collection[str]) -> Fault:
-    """Describe a record or a table that has fields of other names."""
+def missing_field(field: str, names: Collection[str]) -> Fault:
+    """Describe a record or a table that has only fields with other names."""
     shown = ", ".join(names)[:400] or "nothing"
     remedy = "make one text of them (docs/guide/data.md), or use `data.py prepare --field NAME`"
     return Fault(f"without a text in {field!r}", f": it has {shown}: {remedy}")
 
 
-def text_of(record: object, field: str) -> bytes | Fault | None:
-    """Return the text of a record in UTF-8, None for a blank line.
+def record_text(record: object, field: str) -> bytes | Fault | None:
+    """Return the text of a record in UTF-8, None for a blank line, or a Fault.
 
-    A record of type bytes is a JSON line. The text is the `field` of an object or of a table's row,
-    where bytes are taken as they are. If there are no fields, the record is the text.
+    A record of type bytes is a line of JSON. The text is the value of `field` in an object or in a
+    table's row, where bytes are taken as they are. A record without fields is the text itself.
     """
     if isinstance(record, bytes):
         limit = files.MAX_RECORD_BYTES
@@ -293,7 +291,7 @@ def text_of(record: object, field: str) -> bytes | Fault | None:
     text = record
     if isinstance(record, dict):
         if field not in record:
-            return without_field(field, record)
+            return missing_field(field, record)
         text = record[field]
     if isinstance(text, bytes | Fault):
         return text

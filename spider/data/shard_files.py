@@ -1,7 +1,7 @@
-"""The files in a directory of shards. `prepare` writes them and data.py reads them.
+"""Describe and find the files in a directory of shards. `prepare` writes them, data.py reads them.
 
-A shard is a headerless file of little-endian uint16 ids (see tokenizer.py). `metadata.json` beside
-the shards has an entry for each of them. Shards of other programs need no metadata.json.
+A shard is a headerless file of little-endian uint16 ids (see tokenizer.py). `metadata.json` next to
+the shards has an entry for each shard. Shards of other programs need no metadata.json.
 """
 
 import json
@@ -16,17 +16,17 @@ from spider.vocabulary import VOCAB_SIZE
 SPLITS = ("train", "val")
 METADATA = "metadata.json"
 ID_BYTES = 2  # bytes that an id takes in a shard
-SKIPPED = (".", "node_modules", "site-packages")  # folders with such names are not entered
+SKIPPED = (".", "node_modules", "site-packages")  # folders whose names begin so are not entered
 
 
 class ShardEntry(NamedTuple):
-    """What metadata.json records of a shard. The fields are the keys there, in this order."""
+    """The entry of a shard in metadata.json. The fields are its keys, in this order."""
 
     name: str  # relative to metadata.json
     split: str  # one of SPLITS
     ids: int
-    documents: int  # for people: it is written, but not checked when it is read
-    sha256: str  # the file's, in hexadecimal digits
+    documents: int  # for people: written, but not checked when it is read
+    sha256: str  # of the file, in hexadecimal digits
 
 
 def raise_error(error: OSError):
@@ -36,11 +36,11 @@ def raise_error(error: OSError):
 def files_below(
     directory: str, on_unreadable: Callable[[OSError], None] = raise_error
 ) -> list[str]:
-    """List the files below a directory, sorted, without hidden names and installed libraries.
+    """List the files below a directory, sorted, without hidden files and installed libraries.
 
-    Links are followed. A file to which several paths lead is listed once, by the first of them, and
-    a directory is searched once. The error of a directory that cannot be read is passed to
-    `on_unreadable`, or raised.
+    Links are followed. If several paths lead to a file, only the first path is listed; each
+    directory is searched once. `on_unreadable` gets the error of a directory that cannot be read;
+    by default it raises this error.
     """
     searched = set()  # real paths of directories
     path_of: dict[str, str] = {}  # real path of a file -> the first path to it
@@ -52,8 +52,8 @@ def files_below(
             continue
         searched.add(real_folder)
         visible = [name for name in subfolders if not name.startswith(SKIPPED)]
-        # os.walk enters the subfolders in the order of this list. With the slash, it is that of
-        # the paths of the files in them.
+        # os.walk enters the subfolders in the order of this list. The slash makes it the order of
+        # the paths of their files.
         subfolders[:] = sorted(visible, key=lambda name: name + "/")
         for name in names:
             if name.startswith("."):
@@ -69,10 +69,10 @@ def files_below(
 
 
 def read_metadata(path: str | Path) -> dict[str, Any]:
-    """Return the content of a metadata.json, its `shards` as ShardEntry; no shards if another
-    program wrote it.
+    """Return the content of a metadata.json, with `shards` as a list of ShardEntry; no shards if
+    another program wrote the file.
 
-    Raise DataError if it is no JSON file, or if one of our own has an invalid entry.
+    Raise DataError if the file is not JSON, or if it is one of ours and has an invalid entry.
     """
     remedy = "delete it if it does not belong to these shards"
     if not os.path.isfile(path):  # opening a pipe would wait for its writer
@@ -97,8 +97,8 @@ def read_metadata(path: str | Path) -> dict[str, Any]:
 
 
 def is_entry(value: object) -> bool:
-    """Return whether a JSON value is an entry that can be used, since anyone may have written the
-    file. Its name leads nowhere: it is compared with those of the files that are found."""
+    """Return whether a JSON value is a usable entry, since anyone may have written the file. The
+    name needs no check: it is only compared with the names of files that were found."""
     return (
         isinstance(value, dict)
         and isinstance(value.get("name"), str)

@@ -3,10 +3,10 @@
     python sample.py checkpoints/shakespeare --export exported
     python train.py --resume exported --reset_steps --data_dir data
 
-It has the weights (safetensors), config.json, a tokenizer, a model card, LICENSE, and the code:
-modeling_spider.py, the adapter, and the modules that it imports, flattened. So the export works
-without installing Spider, and its code does not change. The code runs only with trust_remote_code.
-checkpoint.py reads weights and config.json back without executing code.
+The directory has the weights (safetensors), config.json, a tokenizer, a model card, LICENSE, and
+the code: modeling_spider.py (the adapter) and the modules that it imports, in one flat folder. So
+an export works without installing Spider, and its code never changes. The code runs only with
+trust_remote_code. checkpoint.py reads weights and config.json back without executing code.
 """
 
 import json
@@ -33,17 +33,17 @@ ADAPTER = "modeling_spider"
 def write_export(path: Path, saved: dict, directory: str):
     """Write the model of a checkpoint, given its path and content, to a new or empty directory.
 
-    The directory is complete or not there: it is written under a hidden name beside, and renamed.
-    What a killed export to this name left there is deleted. Raise CheckpointError if the directory
-    is not empty or cannot be written, and UsageError if another process exports to it."""
+    The directory is written under a hidden name next to it, then renamed, so it is complete or does
+    not exist. The rest of a killed export to this name is deleted. Raise CheckpointError if the
+    directory is not empty or cannot be written, and UsageError if another process exports to it."""
     if "flags" not in saved or is_export(path):
         raise CheckpointError(f"{path}: --export needs a checkpoint of a training run")
     if saved.get("exploded"):
-        logger.warning(f"{path}: the loss had exploded by then")
+        logger.warning(f"{path}: the loss had exploded before this checkpoint")
     library = safetensors()
     target = Path(os.path.realpath(directory))
     unfinished = target.with_name(f".{target.name}.unfinished-export")
-    texts = texts_of(path, saved)
+    texts = export_texts(path, saved)
     weights = {
         PREFIX + name: weight.contiguous() for name, weight in saved["model_state_dict"].items()
     }
@@ -87,9 +87,9 @@ def as_json(value) -> str:
 # Texts
 
 
-def texts_of(path: Path, saved: dict) -> dict[str, str]:
-    """Return the texts of all files of an export except the weights, by name."""
-    facts = facts_of(path, saved)
+def export_texts(path: Path, saved: dict) -> dict[str, str]:
+    """Return the text of each file of an export, except the weights, by name."""
+    facts = training_facts(path, saved)
     texts = flat_modules(f"spider.inference.{ADAPTER}")
     texts["LICENSE"] = license_text()
     dtype = saved["model_state_dict"]["embed_tokens"].dtype
@@ -127,20 +127,20 @@ GENERATION_SETTINGS = {
     "do_sample": True,
     "temperature": 0.8,
     "top_k": 0,
-    # never a target, as are the reserved ids unless fine-tuning gives them a meaning
+    # never targets; nor are the reserved ids, unless fine-tuning gives them a meaning
     "suppress_tokens": [PAD_ID, BOS_ID, *range(EOS_ID + 1, VOCAB_SIZE)],
 }
 
 
 def byte_tokenizer() -> str:
     """Return tokenizer.json: a byte-level BPE without merges, so that the ids of a text are its
-    UTF-8 bytes. Tokens that a user adds take the reserved ids, from 259 on."""
+    UTF-8 bytes. Tokens that a user adds get the reserved ids, from 259 on."""
     try:
         from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     except ModuleNotFoundError:
         raise CheckpointError('tokenizers is not installed: pip install -e ".[hf]"') from None
-    # A byte is written as the character of its number if that is in the alphabet. The other bytes
-    # are written, in order, as the rest of the alphabet.
+    # A byte is written as chr(byte) if the alphabet has this character. The other bytes are
+    # written, in order, as the remaining characters of the alphabet.
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     substitutes = iter(sorted(character for character in alphabet if ord(character) > 255))
     vocabulary = {}
@@ -157,8 +157,8 @@ def byte_tokenizer() -> str:
 
 
 def license_text() -> str:
-    """Return the text of LICENSE, which is beside the code in a checkout, and among the metadata of
-    a wheel. Raise CheckpointError if it is in neither."""
+    """Return the text of LICENSE, from a checkout or from the metadata of an installed wheel. Raise
+    CheckpointError if neither has it."""
     if (ROOT / "pyproject.toml").exists():
         return (ROOT / "LICENSE").read_text(encoding="utf-8")
     text = metadata.distribution("spider-trainer").read_text("licenses/LICENSE")
@@ -167,13 +167,13 @@ def license_text() -> str:
     return text
 
 
-def facts_of(path: Path, saved: dict) -> dict:
-    """Return the facts of a model's training as plain values, from its checkpoint and its run's
-    metrics.jsonl."""
+def training_facts(path: Path, saved: dict) -> dict:
+    """Return facts about a model's training as plain values, from its checkpoint and from
+    metrics.jsonl of its run."""
     facts = {name: saved[name] for name in ("step", "bytes_seen", "recipe") if name in saved}
     flags = dict(saved["flags"])
     if "data_dir" in flags:
-        # the names of directories alone: paths are private
+        # only the names of directories, because paths are private
         sources = flags["data_dir"].rstrip("/").split(",")
         flags["data_dir"] = ",".join(source.rpartition("/")[2] for source in sources)
     facts["flags"] = flags
@@ -187,7 +187,7 @@ def facts_of(path: Path, saved: dict) -> dict:
     return facts
 
 
-# The facts are inserted as JSON alone, since names and flags are text that others wrote.
+# Facts are inserted only as JSON, because names and flags are text that others wrote.
 CARD = """---
 library_name: transformers
 license: apache-2.0
@@ -198,7 +198,7 @@ tags: [spider, byte-level, recurrent-depth]
 # A Spider model
 
 A byte-level Recurrent-Depth Transformer. Its tokens are bytes; 256 is padding, 257 begins a
-document, 258 ends one. Its checkpoint, training and bits per byte of its run's held-out text:
+document, 258 ends a document. Checkpoint, training, and bits per byte of the held-out text:
 
 ```json
 {facts}```
@@ -218,17 +218,17 @@ ids = model.generate(**inputs, max_new_tokens=200)
 print(tokenizer.batch_decode(ids, skip_special_tokens=True))
 ```
 
-`n_loops=` of `generate` and of the model runs more or fewer loops than in training. `loss` is the
-cross-entropy in nats per byte, and in training mode the loss to minimize. `dtype=torch.bfloat16`
-sets the dtype of products; parameters stay fp32. The Trainer, TRL and PEFT train all but the Engram
-tables, which have most of the parameters. To train these too, run the project's
+Pass `n_loops=` to `generate` or to the model to run more or fewer loops than in training. `loss` is
+the cross-entropy in nats per byte; in training mode, the loss to minimize. `dtype=torch.bfloat16`
+sets the dtype of products; parameters stay fp32. The Trainer, TRL and PEFT train all parameters
+except the Engram tables, which are most of them. To train the tables too, run the project's
 `python train.py --resume DIR --reset_steps --data_dir ...`.
 """
 
 # --------------------------------------------------------------------------------------------------
-# Code: transformers only loads code beside a model if its imports are `from .name import ...`. So
-# imports of project modules are rewritten: `from spider.model.layers import X`
-# becomes `from .layers import X`. All other text is kept.
+# Code: transformers loads code next to a model only if its imports are `from .name import ...`. So
+# imports of project modules are rewritten: `from spider.model.layers import X` becomes
+# `from .layers import X`. All other text stays the same.
 
 PROJECT_IMPORT = re.compile(
     r"^( *)from (spider(?:\.\w+)+|spider_model|tile_moe) import\b", re.MULTILINE
@@ -236,9 +236,9 @@ PROJECT_IMPORT = re.compile(
 
 
 def flat_modules(name: str) -> dict[str, str]:
-    """Return the texts of a module, given by its dotted name, and of all project modules that it
-    imports, by file name. Imports are followed recursively, including those in functions and for
-    type checkers."""
+    """Return the texts of a module and of all project modules that it imports, directly or not, by
+    file name. Imports in functions and for type checkers count, too. name: the dotted name of the
+    module."""
 
     def relative(statement: re.Match) -> str:
         indentation, module = statement.groups()
@@ -246,10 +246,11 @@ def flat_modules(name: str) -> dict[str, str]:
 
     texts: dict[str, str] = {}
     modules = [name]
-    for module in modules:  # grows in the loop
+    for module in modules:  # the list grows in the loop
         path = (ROOT / module.replace(".", "/")).with_suffix(".py")
         text = path.read_text(encoding="utf-8")
         imported = [other for _, other in PROJECT_IMPORT.findall(text)]
         modules += sorted(set(imported) - set(modules))
+        assert path.name not in texts, f"two modules of an export are named {path.name}"
         texts[path.name] = PROJECT_IMPORT.sub(relative, text)
     return texts

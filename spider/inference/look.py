@@ -1,13 +1,13 @@
-"""Look inside a model as it reads a text: segments, loops, surprise, routing, gates and votes
+"""Show what a model does as it reads a text: segments, loops, surprise, routing, gates and votes
 (`sample.py --show`).
 
-    read          run a model over a text and record what it does
-    render_terminal   show the text with its segments in a terminal
-    write_page    show all of it as an HTML page
+    analyze          run a model over a text and record what it does
+    render_terminal  show the text with its segments in a terminal
+    render_page      show all of it as an HTML page
 
-page.html is the page's template. Its script draws the embedded JSON data. The page is one file that
-loads nothing: its content security policy only allows its own script, and all data (text,
-checkpoint, names) is inserted as text. It may be shared: it has names of files, but no paths.
+page.html is the template of the page. Its script draws the embedded JSON data. The page is one file
+that loads nothing: its content security policy allows only its own script, and all data (text,
+checkpoint, names) is inserted as text. The page can be shared: it has names of files, but no paths.
 """
 
 import base64
@@ -35,61 +35,61 @@ from torch.utils.hooks import RemovableHandle
 
 from spider.errors import DataError, one_line, printable
 from spider.files import atomic_write
-from spider.inference.export import facts_of
-from spider.inference.sampling import progress_bar
+from spider.inference.adapt import progress_bar
+from spider.inference.export import training_facts
 from spider.model.layers import rms_norm
 from spider.model.memory import OutputEngram
 from spider.vocabulary import BOS_ID
 from spider_model import LayerOutput, RecurrentBlock, Spider
 
 TEMPLATE = Path(__file__).with_name("page.html")
-MAX_TEXT_BYTES = 1 << 20  # maximum bytes of a text, for a page that a browser can open
-MAX_PRINTED_BYTES = 4096  # bytes that a terminal shows
+MAX_TEXT_BYTES = 1 << 20  # so that a browser can open the page
+MAX_PRINTED_BYTES = 4096  # in a terminal
 WINDOW = 8192  # bytes that the model reads at once, half of them context
-LIKELIEST = 3  # bytes that are named as expected
+LIKELIEST = 3  # number of likeliest bytes that the page shows
 
 # Limits between eight shades
-BITS = (0.5, 1, 2, 3, 4, 6, 8)  # surprise
-VOTES = (0.0, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0)  # a vote, in nats
-GATES = tuple(step / 8 for step in range(1, 8))  # a gate
+BITS = (0.5, 1, 2, 3, 4, 6, 8)  # of surprise
+VOTES = (0.0, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0)  # of votes, in nats
+GATES = tuple(step / 8 for step in range(1, 8))  # of gates
 SHADES_OF = {"bits": BITS, "gates": GATES, "votes": VOTES}
 
 # --------------------------------------------------------------------------------------------------
 # Recording
 
 
-Visit = tuple[int, int]  # a layer of the core and a loop, both from 0
+Visit = tuple[int, int]  # (layer of the core, loop), both from 0
 
 
-class Record:
-    """Record the internals of a model inside its context, by hooks of forward passes over one row.
+class Recorder:
+    """Record what a model computes inside the context, with hooks on forward passes over one row.
 
-    A text may take several passes. Each records its ids after the first `context`, which an earlier
-    pass has recorded, and the segments that end in them. Segments are numbered through the text,
-    including that of BOS."""
+    A text may take several passes. Each pass records its ids after the first `context` ids, which
+    an earlier pass has recorded, and the segments that end in these ids. Segments are numbered
+    through the text, including the segment of BOS."""
 
     def __init__(self, model: Spider):
         self.model = model
         self.hooks: list[RemovableHandle] = []
         self.context = 0
-        self.ends: list[bool] = []  # by id, whether it ends a segment
-        self.loops: list[int] = []  # by finished segment
-        self.load: dict[Visit, Tensor] = {}  # tokens per expert, [E]
-        # Engram's gates, of each pass [segments], NaN for one that had halted
+        self.ends: list[bool] = []  # [ids] whether the id ends a segment
+        self.loops: list[int] = []  # [finished segments]
+        self.load: dict[Visit, Tensor] = {}  # [experts] tokens per expert
+        # gates of Engram in the core; each pass [segments], NaN for a halted segment
         self.gates: dict[Visit, list[Tensor]] = defaultdict(list)
-        # gates and votes before the head by name, of each pass [ids], NaN for no vote
+        # by name: gates and votes of the Engram before the head; each pass [ids], NaN for no vote
         self.rows: dict[str, list[Tensor]] = defaultdict(list)
-        self.core_rows = slice(0)  # of this pass's segments
+        self.new_segments = slice(0)  # the segments of this pass that it records
         self.loop = -1
 
-    def __enter__(self) -> "Record":
+    def __enter__(self) -> "Recorder":
         engram = self.model.engram_output
         if engram is not None:
             self.hooks.append(engram.register_forward_hook(self._record_bytes))
         core = self.model.core
         if core is not None:
             self.model.boundaries = self._record_boundaries  # type: ignore[assignment]
-            core.drop_halted = False  # so that a segment is in the same row in every loop
+            core.drop_halted = False  # so that a segment keeps its index in every loop
             for i, layer in enumerate(core.layers):
                 hook = partial(self._record_visit, i)
                 self.hooks.append(layer.register_forward_hook(hook))
@@ -99,11 +99,11 @@ class Record:
         for hook in self.hooks:
             hook.remove()
         if self.model.core is not None:
-            del self.model.boundaries  # the class's method again
+            del self.model.boundaries  # uncovers the method of the class
             self.model.core.drop_halted = None
 
     def _record_bytes(self, engram: OutputEngram, args: tuple, output: Any):
-        """Hook after the Engram before the head."""
+        """Record gates and votes: a hook after the Engram before the head."""
         x, packed = args
         state = rms_norm(x)
         config = self.model.config
@@ -114,7 +114,7 @@ class Record:
         if engram.votes is not None:
             names += [f"{context}, its vote" for context in config.engram_match_contexts]
             _, weights = engram.cast_votes(state, packed.matches)
-            # a context's votes are adjacent, the newest first; a vote for no byte weighs 0
+            # the votes of a context are adjacent, the newest first; weight 0 means no vote
             newest = weights[:, :: config.engram_votes]
             values = torch.cat((values, newest.masked_fill(newest == 0, math.nan)), dim=1)
         new = values[self.context :].float().cpu()
@@ -122,23 +122,23 @@ class Record:
             self.rows[name].append(row)
 
     def _record_boundaries(self, *args) -> Tensor:
-        """Take the place of the model's `boundaries`."""
+        """Compute and record segment boundaries, in place of the model's `boundaries`."""
         b = type(self.model).boundaries(self.model, *args)
         ends = (b > 0).tolist()
         new_ends = ends[self.context :]
-        self.core_rows = slice(sum(ends) - sum(new_ends), sum(ends))
+        self.new_segments = slice(sum(ends) - sum(new_ends), sum(ends))
         self.loop = -1
         self.ends += new_ends
         self.loops += [0] * sum(new_ends)
         return b
 
     def _record_visit(self, i: int, layer: RecurrentBlock, args: tuple, output: LayerOutput):
-        """Hook after layer i of the core."""
+        """Record loops, load and gates: a hook after layer i of the core."""
         x, _, retrieved, active = args[:4]
         is_running = torch.ones(len(x), dtype=torch.bool)
         if active.running is not None:
             is_running = active.running.cpu()
-        is_running = is_running[self.core_rows]
+        is_running = is_running[self.new_segments]
         if i == 0:
             self.loop += 1
             first_segment = len(self.loops) - len(is_running)
@@ -147,12 +147,12 @@ class Record:
         visit = (i, self.loop)
         topk_idx = output.routing.topk_idx
         if topk_idx is not None and is_running.any():
-            chosen = topk_idx.cpu()[self.core_rows][is_running].flatten()
+            chosen = topk_idx.cpu()[self.new_segments][is_running].flatten()
             tokens = chosen.bincount(minlength=self.model.config.n_routed_experts)
             self.load[visit] = self.load.get(visit, 0) + tokens
         if layer.engram is not None:
             gate = layer.engram.gate(x, retrieved.key).flatten().float().cpu()
-            self.gates[visit].append(gate[self.core_rows].masked_fill(~is_running, math.nan))
+            self.gates[visit].append(gate[self.new_segments].masked_fill(~is_running, math.nan))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -161,7 +161,7 @@ class Record:
 
 @dataclass
 class Analysis:
-    """A text, and a model's record of it."""
+    """A text, and what a model computed as it read the text."""
 
     text: bytes
     bits: list[float]  # [bytes] surprise: -log2 of the byte's probability
@@ -169,13 +169,13 @@ class Analysis:
     percent: list[int]  # [bytes * LIKELIEST] their probabilities
     segment: list[int]  # [bytes] number of the byte's segment
     ends: list[bool]  # [bytes] whether the byte ends its segment
-    record: Record
+    record: Recorder
 
 
 @torch.no_grad()
-def read(model: Spider, text: bytes, n_loops: int) -> Analysis:
-    """Run a model in evaluation mode over a text of at least one byte. A long one is read in
-    windows that overlap by half.
+def analyze(model: Spider, text: bytes, n_loops: int) -> Analysis:
+    """Run a model in evaluation mode over a text of at least one byte, in windows that overlap by
+    half.
 
     Raise FloatingPointError for a non-finite logit."""
     ids = torch.tensor([BOS_ID, *text], device=model.embed_tokens.device)
@@ -184,14 +184,14 @@ def read(model: Spider, text: bytes, n_loops: int) -> Analysis:
     likeliest: list[int] = []
     percent: list[int] = []
     done = 0  # ids that are recorded
-    with Record(model) as record, model.cast_weights_once():
+    with Recorder(model) as record, model.cast_weights_once():
         while done < len(ids):
             first = max(0, done - WINDOW // 2)
             record.context = done - first
             window = ids[first : first + WINDOW]
             logits = model(window[None], n_loops=n_loops).logits[0, record.context :]
             labels = ids[done + 1 : done + 1 + len(logits)]
-            # the last id of the text has logits, but no label
+            # the last id of the text has logits but no label
             labelled = logits[: len(labels)]  # [bytes, vocab_size]
             nats = F.cross_entropy(labelled, labels, reduction="none")
             if not nats.isfinite().all():
@@ -206,15 +206,15 @@ def read(model: Spider, text: bytes, n_loops: int) -> Analysis:
             done += len(logits)
             if progress is not None:
                 progress.add(len(logits))
-    ends = record.ends or [False] * len(ids)  # a model without core has no segments
+    ends = record.ends or [False] * len(ids)  # a model without a core has no segments
     segments_before = list(accumulate(ends, initial=0))
     segment = segments_before[1:-1]  # without BOS
     return Analysis(text, bits, likeliest, percent, segment, ends[1:], record)
 
 
 def read_text_argument(argument: str) -> tuple[bytes, str]:
-    """Return the first MAX_TEXT_BYTES bytes of the text that --show names, and its name without a path.
-    Raise DataError if it is empty, or a path without a file."""
+    """Return the first MAX_TEXT_BYTES of the text that --show names, and a name without a path.
+    Raise DataError if the text is empty, or looks like a path to no file."""
     if argument == "-":
         name = "standard input"
         text = sys.stdin.buffer.read(MAX_TEXT_BYTES + 1)
@@ -224,12 +224,13 @@ def read_text_argument(argument: str) -> tuple[bytes, str]:
             text = file.read(MAX_TEXT_BYTES + 1)
     elif re.fullmatch(r"\S*/\S*|.*\.[A-Za-z]\w*", argument):
         raise DataError(
-            f"--show: {argument}: no such file; pipe a text that looks like one to --show -"
+            f"--show: {argument}: no such file; to show a text that looks like a file name, pipe "
+            f"it to --show -"
         )
     else:
         name = "a text"
         text = os.fsencode(argument)
-        logger.info(f"--show: there is no file {argument!r}, so this is the text")
+        logger.info(f"--show: there is no file {argument!r}, so it is taken as the text")
     if not text:
         raise DataError(f"--show: {name} is empty")
     if len(text) > MAX_TEXT_BYTES:
@@ -240,8 +241,8 @@ def read_text_argument(argument: str) -> tuple[bytes, str]:
 
 
 def characters(text: bytes) -> Iterator[tuple[str, int, int]]:
-    """Yield each UTF-8 character of a text with its first byte and the byte after it. Control
-    characters, invisible ones and bytes that are not UTF-8 become escape sequences."""
+    """Yield each UTF-8 character of a text, and the indices of its first byte and of the byte after
+    it. Control characters, invisible characters and bytes that are not UTF-8 become escapes."""
     start = 0
     for c in text.decode("utf-8", "surrogateescape"):
         raw = c.encode("utf-8", "surrogateescape")
@@ -251,8 +252,8 @@ def characters(text: bytes) -> Iterator[tuple[str, int, int]]:
         start += len(raw)
 
 
-def facts(analysis: Analysis) -> list[str]:
-    """Summarize a text in lines: bits per byte and, if there are any, segments and loops."""
+def text_facts(analysis: Analysis) -> list[str]:
+    """Summarize a text in lines: bits per byte and, if the model has a core, segments and loops."""
     n_bytes = len(analysis.text)
     segments = sum(analysis.ends)
     lines = [f"{n_bytes:,} bytes, {sum(analysis.bits) / n_bytes:.3f} bits per byte"]
@@ -267,26 +268,26 @@ def facts(analysis: Analysis) -> list[str]:
 # --------------------------------------------------------------------------------------------------
 # In a terminal
 
-# backgrounds of 256 colors, as in the color map "inferno", for any terminal theme
+# backgrounds from the 256 colors, like the color map "inferno", for any terminal theme
 SHADES = (234, 53, 89, 125, 166, 208, 220, 229)
 SMALL_DIGITS = str.maketrans("0123456789", "⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
 def paint(text: str, style: str, color: bool) -> str:
-    """Return text in a style of ANSI, or plain."""
+    """Return text in an ANSI style, or plain."""
     return f"\x1b[0{style}m{text}\x1b[0m" if color else text
 
 
 def shade(bits: float) -> str:
-    """Return the style of a character with that surprise."""
+    """Return the style of a character, given its surprise."""
     level = bisect(BITS, bits)
     text = 255 if level < 4 else 16  # white on dark shades, black on bright ones
     return f";38;5;{text};48;5;{SHADES[level]}"
 
 
 def render_terminal(analysis: Analysis, color: bool) -> Iterator[str]:
-    """Yield the first MAX_PRINTED_BYTES bytes of the text with its segments, a legend and the facts, in plain
-    characters or with ANSI colors."""
+    """Yield the first MAX_PRINTED_BYTES of the text with its segments, a legend and the facts,
+    plain or with ANSI colors."""
     loops = analysis.record.loops
     loops_vary = len(set(loops)) > 1
     for glyph, start, stop in characters(analysis.text):
@@ -308,17 +309,17 @@ def render_terminal(analysis: Analysis, color: bool) -> Iterator[str]:
         shades = [paint(f" {limit:g} ", shade(limit), color) for limit in (0, *BITS)]
         yield f"bits: {''.join(shades)} and more\n"
     if loops_vary:
-        yield "a small number after a segment is the number of its loops\n"
+        yield "the small number after a segment is its number of loops\n"
     elif loops:
         yield "segments end at │\n"
-    yield "\n".join(facts(analysis))
+    yield "\n".join(text_facts(analysis))
 
 
 # --------------------------------------------------------------------------------------------------
 # As a page
 
 
-def write_page(analysis: Analysis, title: str, model: Spider, run: list[str]) -> str:
+def render_page(analysis: Analysis, title: str, model: Spider, run: list[str]) -> str:
     """Fill the template and return the page as HTML. run: facts of the training run."""
     template = TEMPLATE.read_text(encoding="utf-8")
     _, _, rest = template.partition("<script>")
@@ -328,17 +329,17 @@ def write_page(analysis: Analysis, title: str, model: Spider, run: list[str]) ->
     fields = {
         "title": html.escape(one_line(title)),
         "script": f"sha256-{base64.b64encode(digest).decode()}",
-        # in ASCII, and without the signs that end an element
+        # ASCII, without the characters that could end an element
         "data": re.sub("[<>&]", lambda sign: f"\\u{ord(sign[0]):04x}", data),
     }
-    # all in one pass, since a text may have {{...}} in it
+    # all in one pass, because a text may contain {{...}}
     return re.sub("{{([a-z]+)}}", lambda name: fields[name[1]], template)
 
 
 def run_facts(path: Path, saved: dict, model: nn.Module) -> list[str]:
-    """Summarize a model and its training run, given its checkpoint and content. Paths are left
-    out."""
-    facts = facts_of(path, {"flags": {}} | saved)
+    """Summarize a model and its training run in lines without paths, given its checkpoint's path
+    and content."""
+    facts = training_facts(path, {"flags": {}} | saved)
     size = f"{sum(p.numel() for p in model.parameters()) / 1e6:.1f}M parameters"
     if "recipe" in facts:
         size = f"{facts['recipe']}, {size}"
@@ -355,14 +356,14 @@ def run_facts(path: Path, saved: dict, model: nn.Module) -> list[str]:
 
 
 def page_data(analysis: Analysis, model: Spider, run: list[str]) -> dict[str, Any]:
-    """Return the data that page.html draws, as plain values; bytes and segments count from 0.
+    """Return the data that page.html draws, as plain values. Bytes and segments count from 0.
 
-    To keep the page small, values by byte are strings where they can be, with a digit a byte."""
+    To keep the page small, a list with a digit for each byte is a string."""
     drawn = list(characters(analysis.text))
     load = analysis.record.load
     return {
         "run": run,
-        "facts": facts(analysis),
+        "facts": text_facts(analysis),
         "shades": SHADES_OF,
         "names": [printable([i]) for i in range(model.config.vocab_size)],
         "glyphs": [glyph for glyph, _, _ in drawn],
@@ -380,11 +381,11 @@ def page_data(analysis: Analysis, model: Spider, run: list[str]) -> dict[str, An
 
 
 def gate_rows(analysis: Analysis) -> list[dict[str, str]]:
-    """Return the rows of all gates and votes of Engram: name, shades (key of SHADES_OF), and the
-    level of each byte, a space where there is no gate or vote."""
+    """Return a row for each gate and vote of Engram: name, shades (key of SHADES_OF), and the level
+    of each byte, or a space if there is no gate or vote."""
     record = analysis.record
     values = {name: torch.cat(passes)[1:] for name, passes in record.rows.items()}  # without BOS
-    unfinished = torch.tensor([math.nan])  # the last segment may be
+    unfinished = torch.tensor([math.nan])  # for bytes after the last finished segment
     for (layer, loop), passes in sorted(record.gates.items()):
         by_segment = torch.cat([*passes, unfinished])
         if not by_segment.isnan().all():
@@ -407,15 +408,15 @@ def gate_rows(analysis: Analysis) -> list[dict[str, str]]:
 def show(
     model: Spider, n_loops: int, argument: str, checkpoint: Path, saved: dict, page: str | None
 ):
-    """Print the analysis of the text that --show names. Write the page to `page`, or beside the
-    checkpoint, whose content is `saved`."""
+    """Print the analysis of the text that --show names. Write the page to `page`, or next to the
+    checkpoint. saved: the content of the checkpoint."""
     text, name = read_text_argument(argument)
     directory = checkpoint if checkpoint.is_dir() else checkpoint.parent
     out = directory / "look.html" if page is None else Path(page)
-    analysis = read(model, text, n_loops)
-    print("".join(render_terminal(analysis, shows_colour())), flush=True)
+    analysis = analyze(model, text, n_loops)
+    print("".join(render_terminal(analysis, wants_color())), flush=True)
     run = run_facts(directory / checkpoint.name, saved, model)
-    content = write_page(analysis, f"{checkpoint.absolute().name} reads {name}", model, run)
+    content = render_page(analysis, f"{checkpoint.absolute().name} reads {name}", model, run)
     try:
         with atomic_write(out, "wb") as file:
             file.write(content.encode())
@@ -426,8 +427,8 @@ def show(
     print(one_line(f"the page: {out}"))
 
 
-def shows_colour() -> bool:
-    """Tell whether stdout is a terminal whose user wants colors."""
+def wants_color() -> bool:
+    """Return whether stdout is a terminal whose user wants colors."""
     if os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb":
         return False
     return sys.stdout.isatty()

@@ -1,8 +1,9 @@
-"""Spider with Hugging Face's interfaces: the configuration, and the model with its decoding cache.
+"""Adapt Spider to Hugging Face's interfaces: the configuration, and the model with its decoding
+cache.
 
 `sample.py CHECKPOINT --export DIR` copies this adapter together with the modules that it imports.
 AutoModelForCausalLM.from_pretrained(DIR, trust_remote_code=True) then works without the rest of the
-project. It reads only config.json and the safetensors.
+project. It reads only config.json and the safetensors file.
 
 Shapes in names: B rows, T bytes of a row.
 """
@@ -17,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-# transformers imports torchao, which warns of each kernel that it cannot load
+# transformers imports torchao, which warns about each kernel that it cannot load
 level = logging.root.manager.disable
 logging.disable(logging.WARNING)
 from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel
@@ -43,7 +44,7 @@ class SpiderHFConfig(PreTrainedConfig):
     """The content of config.json.
 
     `spider` has the fields of SpiderConfig, `n_loops` is the number of loops in training, and
-    `training` has the facts of the model card. The other fields are for other libraries."""
+    `training` has the facts of the model card. All other fields are for other libraries."""
 
     model_type = "spider"
     keys_to_ignore_at_inference = ["cache", "nats_per_byte"]  # compute_metrics gets logits alone
@@ -64,13 +65,13 @@ class SpiderHFConfig(PreTrainedConfig):
             "eos_token_id": EOS_ID,
             "tie_word_embeddings": False,
         }
-        # what follows from `spider` is not read from the file
+        # fields that follow from `spider` are not read from the file
         settings |= {name: value for name, value in others.items() if name not in vars(self)}
         super().__init__(**settings)
 
 
 class SpiderCache:
-    """The decoding state as transformers' cache; each step updates it in place."""
+    """The decoding state as a cache for transformers. Each step updates it in place."""
 
     is_compileable = False
     is_croppable = False
@@ -79,7 +80,7 @@ class SpiderCache:
     def __init__(self, state: DecodingState):
         self.state = state
         self.ids = state.position.new_empty(len(state.position), 0)  # [B, bytes so far], with PAD
-        self.right_padded = False  # whether a row ended with padding: then none can continue
+        self.right_padded = False  # whether a row ended with padding; then no row can continue
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self.ids.shape[1]
@@ -94,14 +95,14 @@ class SpiderCache:
 class SpiderCausalLMOutput(ModelOutput):
     """The output of SpiderForCausalLM.forward."""
 
-    loss: Tensor | None = None  # in training mode to minimize, in evaluation mode the cross-entropy
+    loss: Tensor | None = None  # training mode: to minimize; evaluation mode: the cross-entropy
     logits: Tensor | None = None  # [B, T, vocab_size]
     cache: SpiderCache | None = None
     nats_per_byte: Tensor | None = None  # the cross-entropy of this pass
 
     @property
     def last_hidden_state(self) -> Tensor | None:
-        """Return the logits, see SpiderForCausalLM.get_output_embeddings."""
+        """The logits, see SpiderForCausalLM.get_output_embeddings."""
         return self.logits
 
 
@@ -109,16 +110,16 @@ class SpiderForCausalLM(PreTrainedModel, GenerationMixin):
     """Spider as a causal language model.
 
     `dtype` sets the dtype of products; parameters stay fp32, as in training. `half()`, `to(dtype)`
-    and the like cast both. Use float16 only for inference, since gradients are often too small for
-    it.
+    and similar methods cast both. Use float16 only for inference, because gradients are often too
+    small for float16.
 
-    generate() decodes byte by byte with a DecodingState. That cannot be rolled back, so assisted
+    generate() decodes byte by byte with a DecodingState, which cannot be rolled back, so assisted
     generation is refused. Train with Spider's train.py. Other optimizers do not update the Engram
-    tables, because their gradients are not in weight.grad (see docs/guide/your-own-loop.md in the
-    project)."""
+    tables, because the gradients of the tables are not in weight.grad (see
+    docs/guide/your-own-loop.md in the project)."""
 
     config_class = SpiderHFConfig
-    _no_split_modules = ["Spider"]  # on one device: it reads weights outside of their modules
+    _no_split_modules = ["Spider"]  # keep on one device: it reads weights outside their modules
     _is_stateful = True
     supports_gradient_checkpointing = True
 
@@ -129,7 +130,7 @@ class SpiderForCausalLM(PreTrainedModel, GenerationMixin):
                 "its size"
             )
         super().__init__(config)
-        # fp32: transformers casts loaded weights to the dtypes of these parameters
+        # fp32, because transformers casts loaded weights to the dtypes of these parameters
         self.spider = Spider(SpiderConfig.from_saved(config.spider)).float()
         if isinstance(config.dtype, torch.dtype):
             self.spider.compute_dtype = config.dtype
@@ -139,17 +140,19 @@ class SpiderForCausalLM(PreTrainedModel, GenerationMixin):
 
     @torch.no_grad()
     def _init_weights(self, module):
-        """Set the constants that are not in the files; Spider or the files set all other values."""
+        """Set the constants that are not in the files. Spider or the files set all other values."""
         if isinstance(module, EngramTable):
-            multiplier = module.multiplier.clone()  # this one is in the files
+            multiplier = module.multiplier.clone()  # the multiplier is in the files
             module.init_hash(0)
             module.multiplier.copy_(multiplier)
 
     @property
     def base_model(self) -> "SpiderForCausalLM":
-        """Return the model itself. Where another library has replaced its `forward`, as TRL does,
-        which calls base_model inside, return a view of it with its own `forward`: accelerate's
-        autocast must not be entered twice, or it stays on."""
+        """The model itself, or, if another library has replaced its `forward`, a view of the model
+        with the original `forward`.
+
+        TRL replaces `forward` with a function that calls base_model. Accelerate's autocast would
+        then be entered twice, and stay on."""
         if "forward" not in vars(self):
             return self
         view = copy(self)
@@ -157,22 +160,22 @@ class SpiderForCausalLM(PreTrainedModel, GenerationMixin):
         return view
 
     def get_input_embeddings(self) -> SimpleNamespace:  # type: ignore[override]  # not a module
-        """Return the embeddings of bytes as a weight alone, whose size PEFT reads. Bytes are
-        embedded with n-grams, by no module that could be replaced."""
+        """Return only the weight of the byte embeddings, because PEFT reads its size. No module
+        embeds bytes, so none can be replaced: bytes are embedded together with n-grams."""
         return SimpleNamespace(weight=self.spider.embed_tokens)
 
     def get_output_embeddings(self) -> nn.Module:
         """Return the identity: TRL's trainers multiply last_hidden_state by this module's weight.
 
-        Spider's logits are no product of a hidden state and lm_head, since its memories vote on
-        them. So last_hidden_state is the logits already."""
+        Spider's logits are not a product of a hidden state and lm_head, because its memories add
+        votes to the logits. So last_hidden_state is already the logits."""
         self.identity.weight = torch.eye(self.config.vocab_size, device=self.device)
         return self.identity
 
     @property
     def gradient_checkpointing(self) -> bool:
-        """Tell whether layers are recomputed in backward; gradient_checkpointing_enable() and
-        _disable() set it."""
+        """Whether layers are recomputed in backward. gradient_checkpointing_enable() and _disable()
+        set it."""
         return self.spider.recompute != "nothing"
 
     @gradient_checkpointing.setter
@@ -180,8 +183,8 @@ class SpiderForCausalLM(PreTrainedModel, GenerationMixin):
         self.spider.recompute = "all" if enable else "nothing"
 
     def enable_input_require_grads(self):
-        """Do nothing: only reentrant checkpointing, which this model does not use, needs inputs
-        with gradients."""
+        """Do nothing, because only reentrant checkpointing needs inputs with gradients, and this
+        model does not use reentrant checkpointing."""
 
     @classmethod
     def _supports_default_dynamic_cache(cls) -> bool:
@@ -200,14 +203,14 @@ class SpiderForCausalLM(PreTrainedModel, GenerationMixin):
         **_,
     ) -> dict:
         """Return the inputs of the next step: the part of input_ids [B, T] that is not in the
-        cache. Raise ValueError if there is none, or the cache is of other ids."""
+        cache. Raise ValueError if nothing is left, or if the cache has read other ids."""
         seen = 0
         if isinstance(cache, SpiderCache):
             seen = cache.get_seq_length()
             if input_ids.shape[1] <= seen or not torch.equal(input_ids[:, :seen], cache.ids):
                 raise ValueError(
-                    "cache: input_ids must continue the ids that it has read; start another text "
-                    "without"
+                    "cache: input_ids must continue the ids that the cache has read; to start "
+                    "another text, leave out the cache"
                 )
         return dict(
             input_ids=input_ids[:, seen:],
@@ -218,14 +221,14 @@ class SpiderForCausalLM(PreTrainedModel, GenerationMixin):
         )
 
     def generate(self, inputs: Tensor | None = None, **kwargs):
-        """Generate as transformers does; an empty prompt, like none, is the beginning of a
+        """Generate as transformers does. An empty prompt, or no prompt, is the beginning of a
         document."""
         inputs = kwargs.pop("input_ids", inputs)
         if inputs is not None and inputs.shape[-1] == 0:
             inputs = inputs.new_full((len(inputs), 1), BOS_ID, dtype=torch.int64)
             kwargs.pop("attention_mask", None)
         was_training = self.training
-        self.eval()  # after or in a trainer's run it is not
+        self.eval()  # a trainer leaves the model in training mode
         try:
             with self.spider.cast_weights_once():
                 return super().generate(inputs, **kwargs)
@@ -246,21 +249,24 @@ class SpiderForCausalLM(PreTrainedModel, GenerationMixin):
     ) -> SpiderCausalLMOutput | tuple:
         """Compute logits and, given labels, the loss; padding affects neither.
 
-        input_ids [B, T] int64. attention_mask [B, bytes so far]: 0 only at the ends of rows. labels
-        [B, T]: shifted here, as everywhere in transformers, so pass input_ids; labels of -100, PAD
-        and padding are ignored. n_loops: defaults to that of training. Padding is where the mask is
-        0, and PAD at the ends of rows.
+        input_ids: [B, T] int64.
+        attention_mask: [B, bytes so far], 0 only at the ends of rows. Padding is where the mask is
+            0, and PAD at the ends of rows.
+        labels: [B, T], shifted here, as everywhere in transformers, so pass input_ids. Labels that
+            are -100, PAD or padding are ignored.
+        n_loops: default as in training.
+        num_items_in_batch: the Trainer passes the number of labels in all passes of an optimizer
+            step, and adds up the losses of the passes. `loss` is then weighted by this pass's
+            fraction of the labels.
+        others: arguments of other models, such as inputs_embeds, only as None or False.
 
-        Without a cache this is the full pass. `loss` is then the loss to minimize, a mean over
-        bytes and passes, and in evaluation mode the cross-entropy alone, `nats_per_byte`. The
-        Trainer passes num_items_in_batch, the number of labels in all passes of an optimizer step,
-        and adds up the passes' losses: `loss` is then weighted by this pass's share of the labels.
+        Without a cache this is the full pass. In training mode `loss` is the loss to minimize, a
+        mean over bytes and passes; in evaluation mode it is the cross-entropy, `nats_per_byte`.
 
-        With use_cache, which does not allow labels, a SpiderCache is created or continued; the
-        logits are the same. The mask of a continued cache is not read.
+        With use_cache, which does not allow labels, a SpiderCache is created or continued. The
+        logits are the same. A continued cache does not read the mask.
 
-        others: what other models take, such as inputs_embeds, as None or False. Raise ValueError
-        for any other value, and for a mask with holes."""
+        Raise ValueError for an unavailable argument and for a mask with holes."""
         for name, value in others.items():
             if value is not None and value is not False:
                 raise ValueError(f"{name} is not available in Spider")
@@ -287,7 +293,7 @@ class SpiderForCausalLM(PreTrainedModel, GenerationMixin):
         n_loops: int,
         num_items_in_batch: Tensor | int | None,
     ) -> SpiderCausalLMOutput:
-        """Compute all rows from their beginning."""
+        """Compute all rows from the beginning."""
         ids, kept = without_padding(input_ids, attention_mask)
         shifted = None
         if labels is not None:
@@ -299,7 +305,7 @@ class SpiderForCausalLM(PreTrainedModel, GenerationMixin):
             shifted,
             n_loops,
             cu_seqlens=document_cu_seqlens(ids),
-            # without labels the loss is another library's, which compares passes in both modes
+            # without labels, another library computes the loss, and compares passes in both modes
             segment_noise=labels is not None,
         )
         loss = out.loss if self.training else out.nats_per_byte
@@ -314,13 +320,13 @@ class SpiderForCausalLM(PreTrainedModel, GenerationMixin):
         cache: SpiderCache | None,
         n_loops: int,
     ) -> SpiderCausalLMOutput:
-        """Start a cache with rows, or continue its rows."""
+        """Start a cache with new rows, or continue the rows of a cache."""
         if cache is None:
             cache = SpiderCache(self.spider.decoding_state(len(input_ids), n_loops))
         elif not isinstance(cache, SpiderCache):
             raise ValueError(
-                "cache must be the cache that an earlier call returned; leave it out to start a "
-                "text"
+                "cache must be the cache that an earlier call returned; to start a text, leave it "
+                "out"
             )
         if cache.right_padded:
             raise ValueError(
@@ -331,7 +337,7 @@ class SpiderForCausalLM(PreTrainedModel, GenerationMixin):
             fed, kept = without_padding(input_ids, attention_mask)
             ends_with_padding = kept.any(1) & ~kept[:, -1]
             cache.right_padded = bool(ends_with_padding.any())
-        # accelerate leaves its autocast on after training, and states have the model's own dtypes
+        # accelerate leaves its autocast on after training, but states have the model's own dtypes
         with torch.autocast(input_ids.device.type, enabled=False):
             logits = self.spider.step(fed, cache.state)
         cache.ids = torch.cat((cache.ids, input_ids), dim=1)
@@ -339,30 +345,33 @@ class SpiderForCausalLM(PreTrainedModel, GenerationMixin):
 
 
 def without_padding(input_ids: Tensor, attention_mask: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Tell text from padding, which is where the mask [B, T] is 0, and PAD at the ends of rows.
+    """Tell text from padding: positions where the mask [B, T] is 0, and PAD at the ends of rows.
 
-    Returns ids [B, T] whose padding does not affect the text, and what is not padding, bool [B, T].
-    Left padding becomes a document of its own, PAD ... EOS, after which the text starts another
-    one. A row without any text ends with BOS, as an empty prompt does. Right padding stays, since
-    causal layers never see it. Raise ValueError for a mask with holes."""
+    Return ids [B, T] whose padding does not affect the text, and bool [B, T], False for padding.
+
+        left padding    becomes a document of its own, PAD ... EOS; the text starts a new document
+        right padding   stays the same, because causal layers never see it
+        no text         the row ends with BOS, like an empty prompt
+
+    Raise ValueError for a mask with holes."""
     if attention_mask is not None:
         check_mask(attention_mask, input_ids)
         input_ids = input_ids.where(attention_mask != 0, PAD_ID)
     is_text = (input_ids != PAD_ID).int()
-    in_front = is_text.cumsum(1) == 0
-    behind = is_text.flip(1).cumsum(1).flip(1) == 0
-    last_in_front = in_front & ~F.pad(in_front[:, 1:], (0, 1))
+    leading = is_text.cumsum(1) == 0
+    trailing = is_text.flip(1).cumsum(1).flip(1) == 0
+    last_leading = leading & ~F.pad(leading[:, 1:], (0, 1))
     empty = ~is_text.any(1)  # [B]
 
-    kept = ~(in_front | behind)
+    kept = ~(leading | trailing)
     kept[:, -1] |= empty
-    ids = input_ids.masked_fill(last_in_front, EOS_ID)
+    ids = input_ids.masked_fill(last_leading, EOS_ID)
     ids[:, -1].masked_fill_(empty, BOS_ID)
     return ids, kept
 
 
 def check_mask(attention_mask: Tensor, input_ids: Tensor):
-    """Raise ValueError unless the mask has the shape of input_ids, and contiguous ones."""
+    """Raise ValueError unless the mask has the shape of input_ids and contiguous ones."""
     starts = F.pad(attention_mask != 0, (1, 1)).int().diff(dim=-1) > 0
     if attention_mask.shape != input_ids.shape or (starts.sum(-1) > 1).any():
         raise ValueError(

@@ -8,8 +8,8 @@ from collections.abc import Callable, Set
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from data import StepLayout
 from spider.config import SpiderConfig
+from spider.data.stream import StepLayout
 from spider_model import Spider
 
 if TYPE_CHECKING:

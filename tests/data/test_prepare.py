@@ -163,7 +163,7 @@ def mixed() -> str:
 
 def test_size_of_shards_does_not_change_the_stream(mixed, monkeypatch, capsys):
     prepare("in --out one")
-    line = "prepare: skipped by name: 1 without extension, 1 .log; --ext names all that are read"
+    line = "prepare: skipped by extension: 1 without extension, 1 .log; --ext sets which to read"
     assert line in capsys.readouterr().err
     monkeypatch.setattr(inputs, "MIB", 50)  # inputs are read in pieces of a multiple of it
     prepare("in --out many --shard_mb 0.002")
@@ -304,7 +304,7 @@ BAD_ENDS = [b"", b', {"text": "three', b"[" * 100_000]
 def test_json_array_is_read_up_to_a_syntax_error(capsys, end):
     write("a.json", b'[{"text": "one"}, {"text": "two"}' + end)
     assert train_texts("a.json") == [b"one", b"two"]
-    message = "not JSON, and nothing is read from there on"
+    message = "not JSON; the rest of the file is not read"
     assert f"skipped 1 {message} (a.json:3)" in capsys.readouterr().err
     line = error_line(capsys, "prepare a.json --strict --out strict")
     assert f"a.json:3: {message}" in line
@@ -319,8 +319,8 @@ FRENCH = "\u00c7a, o\u00f9 \u00e7a\u00a0? L\u00e0, pr\u00e8s de la for\u00eat.\n
 PNG = b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR\0\0\1\0"
 # what a file holds that is no text, and what the error says
 NO_TEXT = {
-    "UTF-32": (FRENCH.encode("utf-32"), "1 UTF-32: convert it by `iconv"),
-    "UTF-16": (FRENCH.encode("utf-16"), "1 UTF-16: convert it by `iconv"),
+    "UTF-32": (FRENCH.encode("utf-32"), "1 UTF-32: convert it with `iconv"),
+    "UTF-16": (FRENCH.encode("utf-16"), "1 UTF-16: convert it with `iconv"),
     "UTF-16 without a mark": (FRENCH.encode("utf-16-le"), "1 binary, or UTF-16"),
     "Latin-1": (FRENCH.encode("latin-1"), "1 Latin-1 or another encoding that is not UTF-8: conv"),
     "PNG": (PNG, "1 binary"),
@@ -402,10 +402,12 @@ def test_unreadable_files_of_a_directory_are_skipped_unless_strict_or_named(unre
     assert train_texts("in") == [b"text"]
     assert metadata("o")["skipped"] == {
         "unreadable: Permission denied": 1,
-        "unreadable, a dead link or no regular file": 4,
+        "unreadable, a dead link or not a regular file": 4,
     }
     err = capsys.readouterr().err
-    assert "(in/denied)\nprepare: skipped 4 unreadable, a dead link or no regular file (in/d" in err
+    assert (
+        "(in/denied)\nprepare: skipped 4 unreadable, a dead link or not a regular file (in/d" in err
+    )
     assert "no validation split" in err
     line = error_line(capsys, "prepare in --strict --out none")
     assert "error: in/denied: unreadable: Permission denied" in line
@@ -444,7 +446,7 @@ sys.exit(data.main(sys.argv[3:]))
 @pytest.mark.parametrize(
     "call, count, message",
     [
-        ("replace", 0, "no .bin file in it"),
+        ("replace", 0, "contains no .bin file"),
         ("replace", 3, "train-00002.bin: missing"),
     ],
 )

@@ -139,7 +139,7 @@ def test_a_kept_cache_continues_its_text_alone(model):
     first = model.generate(prompt, max_new_tokens=5, do_sample=False, return_dict_in_generate=True)
     ids = [*first.sequences[0].tolist(), *b" and then"]
     assert continuation(model, ids, cache=first.cache) == continuation(model, ids)
-    with pytest.raises(ValueError, match="input_ids must continue the ids that it has read"):
+    with pytest.raises(ValueError, match="input_ids must continue the ids that the cache has read"):
         continuation(model, [*b"another text, which is longer"], cache=first.cache)
 
 

@@ -1,8 +1,7 @@
-"""Dialogues, repetitions, and windows of a text that is scored."""
+"""Dialogues and repetitions."""
 
 import builtins
 import io
-import math
 import os
 import signal
 import sys
@@ -12,8 +11,7 @@ import torch
 
 import sample
 from conftest import awake, small_config
-from preparing import stream
-from spider.inference.sampling import Sampler, converse, decoder_of, read_checkpoint, windows
+from spider.inference.sampling import Sampler, converse
 from spider.model.decode import forbid_repeats
 from spider_model import Spider
 from tokenizer import BOS_ID, EOS_ID
@@ -50,12 +48,6 @@ def dialogue(monkeypatch, capsysbinary):
         return printed[1:]
 
     return hold
-
-
-def test_a_cpu_with_bf16_decodes_in_fp32(trained, monkeypatch):
-    monkeypatch.setattr("spider.inference.sampling.has_bf16", lambda _: True)
-    _, saved = read_checkpoint(str(trained), Spider)
-    assert decoder_of(saved, torch.device("cpu"), Spider).compute_dtype == torch.float32
 
 
 def greedy(model: Spider, text: bytes, count: int = MAX_BYTES) -> bytes:
@@ -130,24 +122,3 @@ def test_no_repeat_ngram_size_forbids_what_transformers_forbids(size):
         if n >= size:
             expected = NoRepeatNGramLogitsProcessor(size)(written[:, :n], logits.clone())
         assert torch.equal(forbid_repeats(logits, written[:, :n], size), expected)
-
-
-@pytest.mark.parametrize("seq_len", (2, 7, 16, 64))
-@pytest.mark.parametrize("length", (1, 2, 7, 8, 9, 50, 250))
-def test_windows_score_each_byte_once_with_half_a_window_of_context(seq_len, length):
-    """Or with all of the text before it. A text that fits into a window is read once. Byte i of the
-    text is i, so a label names its place."""
-    text = stream([BOS_ID, *range(length)])
-    n_windows = 1 + max(0, math.ceil((length - seq_len) / (seq_len // 2)))
-    for batch in (1, 3, 1000):
-        scored = []
-        assert sum(len(ids) for ids, _ in windows(text, seq_len, batch)) == n_windows
-        for ids, labels in windows(text, seq_len, batch):
-            assert len(ids) <= batch
-            assert ids.shape == labels.shape == (len(ids), seq_len)
-            for row, column in (labels != -100).nonzero().tolist():
-                byte = int(labels[row, column])
-                assert ids[row, column] == (byte - 1 if byte else BOS_ID)
-                assert column >= min(byte, seq_len // 2)
-                scored.append(byte)
-        assert sorted(scored) == list(range(length))

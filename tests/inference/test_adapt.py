@@ -1,6 +1,7 @@
-"""Adaptation: weights learn from what was read, each byte scored before; `sample.py --eval FILE
---adapt`."""
+"""Texts are scored in windows, or while weights learn from what was read, each byte scored before;
+`sample.py --eval FILE --adapt`."""
 
+import math
 import shutil
 from functools import partial
 
@@ -12,15 +13,15 @@ import conftest
 from conftest import assert_same, lookups_of, metrics, run, weights_of
 from preparing import stream
 from spider.errors import CheckpointError
-from spider.inference.sampling import (
+from spider.inference.adapt import (
     CHUNK,
-    DENSE_RATE,
-    RATE,
-    Adaptation,
-    cut,
-    model_of,
-    read_checkpoint,
+    DENSE_LR,
+    TABLE_LR,
+    DynamicEvaluation,
+    cut_spans,
+    window_batches,
 )
+from spider.inference.load import model_of, read_checkpoint
 from spider.model.memory import tables_of
 from spider.training.scoring import Totals
 from spider_model import Spider
@@ -36,8 +37,8 @@ def plain_model(saved: dict) -> Spider:
     return model_of(saved, torch.device("cpu"), torch.float32, Spider)
 
 
-def adaptation_of(saved: dict) -> Adaptation:
-    return Adaptation(plain_model(saved), saved, n_loops=2)
+def adaptation_of(saved: dict) -> DynamicEvaluation:
+    return DynamicEvaluation(plain_model(saved), saved, n_loops=2)
 
 
 def text(length: int) -> torch.Tensor:
@@ -47,7 +48,7 @@ def text(length: int) -> torch.Tensor:
     return ids
 
 
-def read(adaptation: Adaptation, ids: torch.Tensor) -> Totals:
+def read(adaptation: DynamicEvaluation, ids: torch.Tensor) -> Totals:
     return adaptation.score(stream(ids), special=False)
 
 
@@ -60,7 +61,7 @@ def nats(model: Spider, ids: torch.Tensor, context: int = 0) -> float:
     return out.nats_per_byte.item() * (labels.shape[1] - context)
 
 
-def tables(adaptation: Adaptation) -> list[list[torch.Tensor]]:
+def tables(adaptation: DynamicEvaluation) -> list[list[torch.Tensor]]:
     """Return copies of each table's rows and accumulators."""
     adagrad = adaptation.adagrad
     return [
@@ -69,7 +70,7 @@ def tables(adaptation: Adaptation) -> list[list[torch.Tensor]]:
 
 
 def test_chunks_count_each_label_once_after_up_to_1024_bytes():
-    chunks = [*cut(2500, first=1024, counted=1024, context=1024)]
+    chunks = [*cut_spans(2500, first=1024, counted=1024, context=1024)]
     assert chunks == [(0, 1024, 0), (0, 2048, 1024), (1024, 2499, 1024)]
 
 
@@ -104,7 +105,7 @@ def test_a_step_is_that_of_training_for_tables_and_adamw_for_other_weights(check
         row, grad = lookups_of(table)
         grad = torch.zeros_like(weight).index_add(0, row, grad)
         total = total + grad.square().mean(1)
-        weight = weight - RATE * grad / (total.sqrt() + 1e-10)[:, None]
+        weight = weight - TABLE_LR * grad / (total.sqrt() + 1e-10)[:, None]
         torch.testing.assert_close(new, [weight, total])
         assert not torch.equal(new[0], old[0])
 
@@ -113,7 +114,7 @@ def test_a_step_is_that_of_training_for_tables_and_adamw_for_other_weights(check
         if p.grad is not None and not name.endswith("table.weight"):
             clear = p.grad.abs() > 1e-3
             step = adaptation.model.get_parameter(name).detach() - weights[name]
-            expected = -DENSE_RATE * p.grad[clear].sign()
+            expected = -DENSE_LR * p.grad[clear].sign()
             torch.testing.assert_close(step[clear], expected, rtol=0.02, atol=1e-7)
             compared += int(clear.sum())
     assert compared > 100
@@ -138,7 +139,28 @@ def test_adaptation_needs_tables_and_their_accumulators(checkpoint):
     model = plain_model(checkpoint)
     for change in (dict(optimizer_state_dict={}), dict(bytes_seen=0), dict(step=0)):
         with pytest.raises(CheckpointError, match="an export has no optimizer state"):
-            Adaptation(model, checkpoint | change, n_loops=2)
+            DynamicEvaluation(model, checkpoint | change, n_loops=2)
+
+
+@pytest.mark.parametrize("seq_len", (2, 7, 16, 64))
+@pytest.mark.parametrize("length", (1, 2, 7, 8, 9, 50, 250))
+def test_windows_score_each_byte_once_with_half_a_window_of_context(seq_len, length):
+    """Or with all of the text before it. A text that fits into a window is read once. Byte i of the
+    text is i, so a label names its place."""
+    text = stream([BOS_ID, *range(length)])
+    n_windows = 1 + max(0, math.ceil((length - seq_len) / (seq_len // 2)))
+    for batch in (1, 3, 1000):
+        scored = []
+        assert sum(len(ids) for ids, _ in window_batches(text, seq_len, batch)) == n_windows
+        for ids, labels in window_batches(text, seq_len, batch):
+            assert len(ids) <= batch
+            assert ids.shape == labels.shape == (len(ids), seq_len)
+            for row, column in (labels != -100).nonzero().tolist():
+                byte = int(labels[row, column])
+                assert ids[row, column] == (byte - 1 if byte else BOS_ID)
+                assert column >= min(byte, seq_len // 2)
+                scored.append(byte)
+        assert sorted(scored) == list(range(length))
 
 
 # --------------------------------------------------------------------------------------------------
