@@ -26,7 +26,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT)]  # for the script; pytest has its own setting
+sys.path[:0] = [str(ROOT)]  # for the script; pytest sets it too
 
 import conftest  # isort: skip  before torch is imported: one thread
 
@@ -80,8 +80,8 @@ ORIGINAL = f"--model original --n_loops 2 --set {TWO_LAYERS}"
 # percents.
 MUON = "--optimizer muon --lr 0.01"
 ADAMW = "--optimizer adamw --lr 0.004"
-# The first epochs of its two sources end after different steps, some steps are clipped, and
-# segments halt in different loops.
+# The first epochs of its two sources end after different steps, some steps are clipped, and some
+# segments halt.
 EVERYTHING = f"--set {TWO_LAYERS},act_threshold=0.1 {words_of('everything')}"
 CASES = {
     "tiny muon": f"{TINY} {MUON}",

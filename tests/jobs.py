@@ -130,7 +130,7 @@ def run_ranks(processes, work, ranks: int, shards: int) -> list[int]:
 
 
 def run_as_rank(rank, ranks, ports, argvs, faults, directory, environ, log):
-    """Run command lines in this process as a rank, each with its own port."""
+    """Run command lines in this process as a rank, each command line with its own port."""
     for name in train.ENVIRONMENT:
         os.environ.pop(name.upper(), None)
     os.environ |= environ

@@ -44,7 +44,7 @@ def stand_in_gpu() -> Iterator["StandInGPU"]:
 
 
 class StandInGPU(TorchFunctionMode):
-    """The mode of stand_in_gpu; `waits` lists file, line and name of calls that wait."""
+    """waits: file, line and name of the calls in which the host would wait."""
 
     def __init__(self):
         super().__init__()

@@ -155,7 +155,7 @@ def check_command(line: str):
         assert line.startswith("-m pytest -q -m gpu -rs tests/")
 
 
-def test_first_gpu_runs_everything_past_failures_and_a_rerun_the_rest(tmp_path):
+def test_first_gpu_continues_past_failures_and_a_rerun_does_the_rest(tmp_path):
     write_program(tmp_path / "bin" / "python", PYTHON)
     write_program(tmp_path / "bin" / "compute-sanitizer", 'shift 3; exec "$@"')
     (tmp_path / "gpu").write_text("not installed: tile_kernels\nTrue\n")

@@ -36,7 +36,7 @@ from tokenizer import BOS_ID, EOS_ID, PAD_ID, VOCAB_SIZE
 
 
 def test_training_order_never_changes():
-    """A checkpoint of any version must resume with the next sequences."""
+    """A checkpoint must resume with the next sequences, whichever version saved it."""
     one = Loader([source(range(251))], 16, 1)
     mixture = Loader([source(range(251), weight=0.7), source(range(20, 200), weight=0.3)], 16, 1)
     mock = Loader([mock_source(1)], 64, 1)
@@ -200,8 +200,8 @@ def test_validation_targets_are_split_by_weight_among_sources_with_any():
 # Shards and sources
 
 
-def test_foreign_shards_in_nested_and_linked_folders_are_read_once_in_order(tmp_path):
-    """A walk along every path would follow the links to the root into 2^40 directories."""
+def test_foreign_shards_in_nested_linked_folders_are_read_once_in_order(tmp_path):
+    """Following the links to the root along every path would visit 2^40 directories."""
     shards = tmp_path / "shards"
     write_shard(shards / "b/part-2.bin", [5, 6])
     write_shard(shards / "b/part-10.bin", [3, 4])

@@ -42,7 +42,7 @@ GPUS = (
 
 
 @pytest.mark.parametrize("capability, architectures, obstacle", GPUS)
-def test_gpu_needs_code_of_its_generation_or_ptx_of_an_earlier_one(
+def test_gpu_needs_code_of_its_generation_or_older_ptx(
     monkeypatch, capability, architectures, obstacle
 ):
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)

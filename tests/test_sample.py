@@ -78,7 +78,7 @@ def test_directory_means_its_newest_intact_checkpoint(trained, tmp_path, monkeyp
     assert "auto on cpu" in err
 
 
-def test_default_is_the_run_that_saved_last(trained, tmp_path, monkeypatch, capsys):
+def test_run_that_saved_last_is_the_default(trained, tmp_path, monkeypatch, capsys):
     """A directory means itself if it is a run, else the newest run below it."""
     monkeypatch.chdir(tmp_path)
     changes = {"1": 4, "a/b/1": 9, "a/b/2": 3, "a/copies/2-best": 8, "c/1": 1, "c/3": 5}

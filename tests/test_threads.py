@@ -71,7 +71,7 @@ def test_quota_limits_threads_and_user_variables_are_kept(
 
 
 @pytest.mark.parametrize("first", ("", "import torch;"))
-def test_setting_threads_after_importing_torch_warns(first):
+def test_set_threads_warns_if_torch_is_already_imported(first):
     environ = {name: value for name, value in os.environ.items() if name not in WAITING}
     environ |= dict(PYTHONPATH=str(ROOT), OMP_NUM_THREADS="2")
     program = f"import os; {first} from spider.threads import set_threads; set_threads(); "

@@ -204,7 +204,7 @@ def without(module):
         ("tile", without("tile_kernels"), r"cannot be imported.*pip install -e \"\.\[tile\]\""),
     ),
 )
-def test_unusable_kernel_is_an_error_by_name_and_auto_falls_back_to_grouped(
+def test_unusable_kernel_is_an_error_and_auto_falls_back_to_grouped(
     machine, monkeypatch, backend, change, expected
 ):
     change(machine, monkeypatch)

@@ -145,7 +145,7 @@ def test_slots_without_a_token_never_reach_a_result():
 
 @EVERY_ROUTING
 @pytest.mark.parametrize("backend", ("grouped", "tile"))
-def test_every_expert_has_slots_and_each_token_a_slot_of_its_experts(backend, kind, kernels):
+def test_every_expert_has_slots_and_tokens_get_slots_of_their_experts(backend, kind, kernels):
     """On sm_100 the weight gradient of a group without slots is uninitialized."""
     topk_idx = routing(kind)
     slots, source, end = assign_rows(topk_idx, E, backend)

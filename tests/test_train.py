@@ -70,7 +70,7 @@ def test_run_stops_after_max_skipped_steps_and_keeps_its_checkpoints(train_small
     assert steps < 40
     assert [line["skipped"] for line in lines][-3:] == [True] * 3
     assert None in [line["grad_norm"] for line in lines]
-    # the same if these are the last steps, and if no step is left
+    # the error is the same if these steps are the last, and if no step is left
     for _ in range(2):
         assert "lower --lr" in error_of(flags, steps=steps, status=1)
     assert "settings differ" in error_of(flags, "--lr 0.1", steps=steps)
@@ -166,7 +166,7 @@ def test_mixture_dropout_follows_the_epochs_of_its_sources():
         (1500, 100, 1, False),
     ),
 )
-def test_tables_are_cleared_at_an_epochs_start_if_half_of_it_remains(
+def test_epoch_start_clears_tables_if_half_of_the_epoch_remains(
     target_tokens, first, epoch, clears
 ):
     """An epoch has 100 sequences of 10 bytes."""
@@ -222,7 +222,7 @@ def test_tiny_losses_on_a_gpu_match_the_cpu_to_rounding(tmp_path):
         --model tiny --data_dir data --seq_len 4096 --micro_batch 1 --target_tokens 1228800
         --eval_every 0 --dropout 0 --no-engram_reset
     """
-    # a GPU draws other weights from a seed
+    # a GPU draws different weights from the same seed
     same_weights = "--resume start --reset_steps"
     losses = {}
     for name, others in (
@@ -346,7 +346,7 @@ def test_run_ends_with_one_sample_from_the_prompt_or_held_out_text(shards, train
         assert [line.partition(" ")[2] for line in lines[:2]] == ["    a", "    \\x1bb      c"]
 
 
-def test_failed_sample_used_the_trained_loops_and_restores_training_mode(new_log):
+def test_sample_uses_training_loops_and_failure_restores_training_mode(new_log):
     model = awake(small_config())
     loops = []
 
