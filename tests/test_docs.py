@@ -13,7 +13,7 @@ from io import StringIO
 import pytest
 import yaml
 
-from conftest import ROOT, refused, settled
+from conftest import ROOT, refused, resolved
 from spider.config import SpiderConfig
 
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
@@ -127,7 +127,7 @@ def test_switches_in_the_training_guide_change_the_model():
     changes = re.findall(r"`(\w+=[\w+]*)`", table)
     assert len(changes) > 10
     for change in changes:
-        assert settled("--model", "base", "--set", change).config != SpiderConfig.preset("base")
+        assert resolved("--model", "base", "--set", change).config != SpiderConfig.preset("base")
 
 
 def test_torch_range_agrees_in_pyproject_install_commands_and_ci():

@@ -135,10 +135,10 @@ class Changed(torch.autograd.Function):
 def spoil(value=torch.clone, slots=torch.clone, weights=torch.clone):
     """Return a grouped product with a changed value, or changed gradients of slots or weights."""
 
-    def product(rows_PD, weights_EDF, expert_end):
-        rows_PD = Changed.apply(rows_PD, torch.clone, slots)
+    def product(slots_PD, weights_EDF, expert_end):
+        slots_PD = Changed.apply(slots_PD, torch.clone, slots)
         weights_EDF = Changed.apply(weights_EDF, torch.clone, weights)
-        return Changed.apply(grouped_product(rows_PD, weights_EDF, expert_end), value, torch.clone)
+        return Changed.apply(grouped_product(slots_PD, weights_EDF, expert_end), value, torch.clone)
 
     return product
 

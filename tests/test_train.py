@@ -22,7 +22,7 @@ from conftest import (
     gradients,
     metrics,
     prepare,
-    settled,
+    resolved,
     small_config,
     text,
     weights_of,
@@ -285,7 +285,7 @@ def test_warm_up_passes_change_nothing():
     model = awake(small_config())
     before = weights_of(model)
     random_state = torch.get_rng_state()
-    plan = settled(*"--micro_batch 2 --seq_len 32 --n_loops 2".split())
+    plan = resolved(*"--micro_batch 2 --seq_len 32 --n_loops 2".split())
     ids = text(2, 32)
     train.warm_up(model, plan, Batch.of(ids, ids, 0))
     assert torch.equal(random_state, torch.get_rng_state())
@@ -409,7 +409,7 @@ def test_timing_steps_of_an_uncopyable_subclass_frees_its_memory(monkeypatch):
     monkeypatch.setattr(train, "MIN_SECONDS_TIMED", 0)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: freed.append(models[-1]() is None))
     flags = f"--device cpu --compile off --seq_len 32 --set {SMALL}"
-    plan = settled(*flags.split(), model_class=WithLock)
+    plan = resolved(*flags.split(), model_class=WithLock)
     assert time_steps(plan, world_of(), Loader([mock_source(0)], 32, 0)) > 0
     assert freed == [True]
 

@@ -46,10 +46,10 @@ def test_model_of_the_page_trains_and_decodes_like_its_full_pass(page):
 
 def test_core_layer_that_calls_tokens_before_is_refused_in_decoding(page):
     class Core(RecurrentBlock):
-        def forward(self, x_nD, packing, recalled, active, state, caches, decided=None):
+        def forward(self, x_nD, packing, retrieved, active, state, caches, reuse=None):
             if caches[0] is not None:
-                page["rows_before"](x_nD, packing, 1, caches[0])
-            return super().forward(x_nD, packing, recalled, active, state, caches, decided)
+                page["tokens_before"](x_nD, packing, 1, caches[0])
+            return super().forward(x_nD, packing, retrieved, active, state, caches, reuse)
 
     class MixedCore(Spider):
         core_block_class = Core
@@ -74,8 +74,8 @@ def test_page_model_trains_with_train_py_and_samples_with_sample_py(
         capsys.readouterr()
         assert program(argv) == 2
         assert "holds another model: " in capsys.readouterr().err
-    rows_before = page["rows_before"]
-    monkeypatch.setitem(page, "rows_before", lambda *args: rows_before(*args[:3]))
+    tokens_before = page["tokens_before"]
+    monkeypatch.setitem(page, "tokens_before", lambda *args: tokens_before(*args[:3]))
     assert page["talk"]([str(directory), "--eval", str(shards)]) == 0
     assert page["talk"]([str(directory), "--prompt", "a"]) == 2
     assert "must keep the last rows" in capsys.readouterr().err.splitlines()[-1]

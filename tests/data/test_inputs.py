@@ -116,7 +116,7 @@ def test_binary_cell_is_its_bytes_and_one_of_another_type_is_skipped(capsys):
     ],
 )
 def test_table_that_cannot_be_read_is_named(monkeypatch, table, capsys, arguments, message):
-    monkeypatch.setattr(files, "MOST_OF_RECORD", 2000)
+    monkeypatch.setattr(files, "MAX_RECORD_BYTES", 2000)
     write_table(table, Path("a.parquet"))
     Path("long.csv").write_bytes(b'id,text\n1,"' + b"x\n" * 3000)
     with ipc.new_stream("twice.arrow", table.data.schema) as writer:

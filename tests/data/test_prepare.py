@@ -143,7 +143,7 @@ def test_of_few_documents_of_one_size_the_end_of_each_validates_if_one_is_too_mu
 
 
 def test_more_than_few_documents_stay_as_drawn(monkeypatch):
-    monkeypatch.setattr("spider.data.prepare.FEW", 3)
+    monkeypatch.setattr("spider.data.prepare.MAX_BUFFERED", 3)
     write("in.jsonl", b"".join(b'"%s"\n' % text for text in texts_of_hash(4, 9, 0.5)))
     prepare("in.jsonl --out o")
     assert len(documents("o", "train")) == 4
@@ -267,7 +267,7 @@ BAD_LINES = {
 
 @pytest.mark.parametrize("bad, kind", BAD_LINES.items(), ids=[str(line[:16]) for line in BAD_LINES])
 def test_bad_lines_are_skipped_and_counted_by_kind(monkeypatch, capsys, bad, kind):
-    monkeypatch.setattr(files, "MOST_OF_RECORD", 120_000)
+    monkeypatch.setattr(files, "MAX_RECORD_BYTES", 120_000)
     monkeypatch.setattr(inputs, "MIB", 1000)
     write("a.jsonl", LINE + b"\n" + bad + b"\n" + LINE + bad + b"\n" + LINE)
     assert train_texts("a.jsonl") == 3 * [b"fine"]

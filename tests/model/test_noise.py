@@ -5,7 +5,7 @@ import torch
 import spider_model
 from conftest import awake, small_config, text
 from spider.model.boundaries import STRAY_SITE
-from spider.model.noise import byte_noise, dropped, uniform
+from spider.model.noise import apply_dropout, byte_noise, uniform
 from spider_model import Spider
 
 CPU = torch.device("cpu")
@@ -27,11 +27,11 @@ def test_noise_is_uniform_and_neighbours_are_not_correlated():
 def test_dropout_drops_its_share_without_a_pattern_and_keeps_the_mean():
     noise = byte_noise(3, 1, 2000, CPU)[0]
     x = torch.ones(2000, 400)
-    y = dropped(x, 0.25, noise, site=0)
+    y = apply_dropout(x, 0.25, noise, site=0)
     assert set(y.unique().tolist()) == {0.0, torch.tensor(1 / 0.75).item()}
     mask = (y == 0).float()
     assert abs(mask.mean() - 0.25) < 0.002
-    other_site = (dropped(x, 0.25, noise, site=1) == 0).float()
+    other_site = (apply_dropout(x, 0.25, noise, site=1) == 0).float()
     assert correlation(mask, other_site) < 0.01
     assert correlation(mask[:, 1:], mask[:, :-1]) < 0.01
     assert correlation(mask[1:], mask[:-1]) < 0.01
@@ -40,7 +40,7 @@ def test_dropout_drops_its_share_without_a_pattern_and_keeps_the_mean():
 def test_each_place_of_dropout_has_a_site_of_its_own(monkeypatch):
     sites = []
     monkeypatch.setattr(
-        spider_model, "dropped", lambda x, rate, noise, site: sites.append(site) or x
+        spider_model, "apply_dropout", lambda x, rate, noise, site: sites.append(site) or x
     )
     ids = text(1, 48)
     Spider(small_config())(ids, ids, n_loops=1, noise_seed=0, dropout=0.5)

@@ -256,7 +256,7 @@ def test_faults_that_nccl_would_not_accept_are_found(other, message):
 
 def in_bf16(_):
     """Muon's products are in bf16, as on a GPU."""
-    optim.multiplies_bf16 = lambda device: True
+    optim.has_bf16 = lambda device: True
 
 
 @pytest.mark.slow

@@ -22,7 +22,7 @@ from conftest import (
     SMALL,
     contents,
     on_meta,
-    settled,
+    resolved,
     small_config,
     text,
     world_of,
@@ -56,7 +56,7 @@ def test_the_memory_of_a_step_on_a_gpu_is_within_a_seventh_of_the_rehearsed_peak
 
 @pytest.mark.parametrize("optimizer", ("muon", "adamw"))
 def test_weights_and_the_state_of_an_optimizer_take_the_bytes_that_are_estimated(optimizer):
-    plan = settled(*f"--model tiny --set {SMALL} --optimizer {optimizer}".split())
+    plan = resolved(*f"--model tiny --set {SMALL} --optimizer {optimizer}".split())
     model = train.build_model(plan.model, plan, world_of())
     optimizers = train.optimizers_of(plan.flags, model)
     ids = text(2, 64)
@@ -86,7 +86,7 @@ def test_recomputation_is_chosen_only_if_no_micro_batch_fits_without_it(monkeypa
         return {"activations": math.inf}
 
     monkeypatch.setattr(estimate, "estimate_memory", fits)
-    chosen = settled(*"--model tiny --seq_len 64 --global_batch 128".split()).flags
+    chosen = resolved(*"--model tiny --seq_len 64 --global_batch 128".split()).flags
     assert tried == [(n, recompute) for recompute in RECOMPUTE for n in (2, 1)]
     assert (chosen.micro_batch, chosen.grad_accum, chosen.recompute) == (1, 2, "all")
 
@@ -120,7 +120,7 @@ def plan_on(monkeypatch):
         monkeypatch.setattr("torch.cuda.mem_get_info", lambda _: (card.memory, card.memory))
         monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1e12))
         no_kernels = "--compile off --moe_backend loop --deterministic".split()
-        return settled(*no_kernels, *argv, device="cuda")
+        return resolved(*no_kernels, *argv, device="cuda")
 
     return settle_on
 
@@ -129,7 +129,7 @@ def plan_on(monkeypatch):
 def test_a_card_trains_131072_bytes_a_step_in_the_largest_micro_batches_without_recomputation(
     plan_on, card, monkeypatch, capsys
 ):
-    monkeypatch.setattr(machine, "product_rate", lambda _: 1e14)
+    monkeypatch.setattr(machine, "matmul_rate", lambda _: 1e14)
     world = world_of("cuda")
     for model, split in (("1b", card.split_1b), ("base", card.split_base)):
         plan = plan_on(card, "--model", model)
@@ -154,7 +154,7 @@ def test_a_rank_has_its_part_of_weights_and_gradients_and_of_the_checkpoints_cop
     world = world_of()
     world.ranks = world.local_ranks = world.shards = 2
     for grad_accum, part in ((1, 2), (2, 1)):
-        plan = settled("--model", "tiny", "--grad_accum", str(grad_accum))
+        plan = resolved("--model", "tiny", "--grad_accum", str(grad_accum))
         memory = estimate_memory(plan, world)
         tables = [table.weight for table in tables_of(plan.model)]
         of_tables = sum(table.nbytes for table in tables)
@@ -200,9 +200,9 @@ def test_the_rate_to_expect_of_a_gpu_is_below_that_of_its_products(
     argv, bound, expected, plan_on, monkeypatch, capsys
 ):
     """On an H200 of 790 TFLOP/s; FP8 doubles the rate of what it converts alone."""
-    monkeypatch.setattr(machine, "product_rate", lambda _: 790e12)
+    monkeypatch.setattr(machine, "matmul_rate", lambda _: 790e12)
     plan = plan_on(CARDS["H200"], "--model", "1b", *argv.split())
-    rates = estimate.rates(plan, 790e12)
+    rates = estimate.predict_speed(plan, 790e12)
     assert rates == pytest.approx((bound, expected), rel=0.01)
     bound, expected = rates
     compiled = replace(plan, flags=replace(plan.flags, compile="on"))
@@ -220,7 +220,7 @@ def test_the_rate_to_expect_of_a_gpu_is_below_that_of_its_products(
         ("tiny --micro_batch 4 --recompute all", 6),
         ("small", 6),
         # oneDNN keeps kernels in bf16 for each number of segments: the peak comes late
-        ("tiny --seq_len 512", 320 if machine.multiplies_bf16(torch.device("cpu")) else 12),
+        ("tiny --seq_len 512", 320 if machine.has_bf16(torch.device("cpu")) else 12),
     ),
 )
 def test_a_run_on_a_cpu_takes_the_memory_of_its_dry_run_within_a_seventh(flags, steps, tmp_path):
@@ -295,7 +295,7 @@ def test_the_dry_run_times_steps_of_the_middle_of_the_run_and_writes_nothing(
 def test_the_dry_run_times_no_step_where_that_would_take_long(reason):
     world = world_of()
     world.ranks = 2 if reason == "ranks" else 1
-    plan = settled("--seq_len", "64")
+    plan = resolved("--seq_len", "64")
     plan = replace(
         plan,
         flags=replace(plan.flags, compile="auto" if reason == "compiled" else "off"),
@@ -320,7 +320,7 @@ def test_a_run_that_needs_far_more_memory_than_there_is_is_refused(
     """A device of 100 bytes; `copy`: bytes of a checkpoint."""
     monkeypatch.setattr(machine, "memory_of", lambda *_: 100.0)
     memory = dict(parameters=needed)
-    plan = replace(settled("--model", "tiny"), memory=memory, checkpoint_size=copy)
+    plan = replace(resolved("--model", "tiny"), memory=memory, checkpoint_size=copy)
     with pytest.raises(TooLarge, match=refusal) if refusal else nullcontext():
         estimate.check_memory(plan, world_of(device))
 
@@ -336,7 +336,7 @@ def test_what_a_process_holds_of_the_hosts_memory_has_room_for_the_checkpoint_to
     """It holds the checkpoint from which it resumes, until the model has it."""
     monkeypatch.setattr(estimate, "free_memory", lambda _: 1e6)
     held = machine.process_memory("VmRSS")
-    plan = settled("--model", "tiny")
+    plan = resolved("--model", "tiny")
     for size, lacks in ((0.9 * held, False), (1.2 * held, True)):
         obstacle = estimate.obstacle_to_copy(replace(plan, checkpoint_size=size), world_of("cuda"))
         assert (obstacle is not None) == lacks
@@ -349,7 +349,7 @@ def test_the_disk_needs_room_for_the_checkpoints_to_come_and_one_more(
     """Of the last two and the best, at most three exist. 1,000 bytes each."""
     for step in range(present):
         (tmp_path / f"spider-step{step}.pt").touch()
-    plan = settled("--model", "tiny", "--keep_best", "--ckpt_dir", str(tmp_path))
+    plan = resolved("--model", "tiny", "--keep_best", "--ckpt_dir", str(tmp_path))
     plan = replace(plan, checkpoint_size=1000.0)
     needed = 1000 * (4 - min(present, 3))
     for free, suffices in ((needed - 1, False), (needed, True)):

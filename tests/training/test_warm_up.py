@@ -10,7 +10,7 @@ from conftest import (
     SMALL,
     final_state,
     metrics,
-    settled,
+    resolved,
     text,
     world_of,
 )
@@ -91,7 +91,7 @@ def test_a_single_sequence_that_does_not_fit_ends_the_run_with_advice(tmp_path, 
 def test_a_tenth_of_the_memory_is_left_besides_what_the_optimizer_will_take(monkeypatch):
     """AdamW takes 8 bytes of each parameter, except for tables, whose rows take 4 bytes."""
     flags = f"--model tiny --set {SMALL} --optimizer adamw --seq_len 32 --micro_batch 8"
-    plan = settled(*flags.split())
+    plan = resolved(*flags.split())
     loader = Loader([mock_source(0)], 32, 0)
     model = train.build_model(plan.model, plan, world_of())
     optimizers = train.optimizers_of(plan.flags, model)
