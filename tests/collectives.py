@@ -1,5 +1,5 @@
-"""Record the collectives of a rank, and compare those of all ranks by the rules of NCCL. gloo does
-not need them; where they are broken, NCCL hangs, fails or computes garbage."""
+"""Record the collectives of each rank, and check them against NCCL's rules. gloo does not need
+these rules; if they are broken, NCCL hangs, fails or computes garbage."""
 
 import json
 import traceback
@@ -14,26 +14,26 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-# Of torch's ProcessGroupNCCL; FP8 is among them, but reductions of it are not.
+# The dtypes of torch's ProcessGroupNCCL, without FP8, which NCCL transfers but does not reduce.
 DTYPES = {"uint8", "int8", "int32", "int64", "float16", "float32", "float64", "bfloat16", "bool"}
 POINT_TO_POINT = {"send", "recv"}
 
 
 class Collective(NamedTuple):
-    """A collective as one rank calls it."""
+    """A call of a collective on one rank."""
 
-    name: str  # torch's name of the operation, without its _
-    group: tuple[int, ...]  # its ranks
-    # its tensors
+    name: str  # torch's name of the operation, without underscores around it
+    group: tuple[int, ...]  # ranks
+    # by tensor
     dtypes: tuple[str, ...]
     sizes: tuple[int, ...]
     devices: tuple[str, ...]
     contiguous: tuple[bool, ...]
-    settings: dict  # its other arguments by name: reduction, root, peer, split sizes
+    settings: dict  # other arguments by name: reduction, root, peer, split sizes
 
     def faults(self, device: str) -> list[str]:
-        """Return what NCCL would refuse of this call alone. `device`: the type of device of all its
-        tensors."""
+        """Return what NCCL would refuse in this call alone, if all tensors must be on this type of
+        device."""
         found = [f"a tensor of {dtype}" for dtype in self.dtypes if dtype not in DTYPES]
         found += [f"a tensor on the {other}" for other in self.devices if other != device]
         if False in self.contiguous:
@@ -44,7 +44,7 @@ class Collective(NamedTuple):
 
 
 class Message(NamedTuple):
-    """A point-to-point operation as its two ranks must agree on it."""
+    """The properties of a point-to-point operation on which its two ranks must agree."""
 
     dtypes: tuple[str, ...]
     sizes: tuple[int, ...]
@@ -68,7 +68,7 @@ class CollectiveRecorder(TorchDispatchMode):
 def collective_of(func, args: Sequence, kwargs: dict) -> Collective:
     """Describe a call of an operation of torch.ops.c10d."""
     names = [argument.name for argument in func._schema.arguments]
-    named = dict(zip(names, args, strict=False)) | kwargs  # those at their defaults may be absent
+    named = dict(zip(names, args, strict=False)) | kwargs  # arguments with defaults may be absent
     group = dist.get_process_group_ranks(dist.ProcessGroup.unbox(named.pop("process_group")))
     tensors = [leaf for leaf in tree_leaves(named) if isinstance(leaf, torch.Tensor)]
     settings = {}
@@ -94,13 +94,13 @@ def collective_of(func, args: Sequence, kwargs: dict) -> Collective:
 
 
 def record_to_file(path: str):
-    """Record the collectives of this process from now on, a line each."""
+    """Record the collectives of this process from now on, one line per call."""
     file = open(path, "w", buffering=1)
-    CollectiveRecorder(lambda one: file.write(json.dumps(one) + "\n")).__enter__()
+    CollectiveRecorder(lambda call: file.write(json.dumps(call) + "\n")).__enter__()
 
 
 def recorded(path: Path) -> list[Collective]:
-    """Return what `record_to_file` wrote."""
+    """Return the collectives that `record_to_file` wrote."""
     found = []
     for line in path.read_text().splitlines():
         name, *lists, settings = json.loads(line)
@@ -113,17 +113,16 @@ def recorded(path: Path) -> list[Collective]:
 
 
 def disagreements(ranks: Sequence[Sequence[Collective]]) -> list[str]:
-    """Return how the collectives of all ranks, by rank, break the rules of NCCL with one
-    another."""
+    """Return how the calls of all ranks, given by rank, break NCCL's rules."""
     found = []
     for i, calls in enumerate(zip_longest(*map(without_messages, ranks))):
-        if None in calls or not have_one_kind(calls):
-            names = ", ".join(one.name if one else "none" for one in calls)
-            # nor are those after it
+        if None in calls or not are_same_operation(calls):
+            names = ", ".join(call.name if call else "none" for call in calls)
+            # later calls would differ too
             return [f"collective {i} is not the same on all ranks: {names}"]
         by_group = defaultdict(dict)
-        for rank, one in enumerate(calls):
-            by_group[one.group][rank] = one
+        for rank, call in enumerate(calls):
+            by_group[call.group][rank] = call
         for group, by_rank in by_group.items():
             where = f"collective {i}, {calls[0].name}"
             found += [f"{where}: {fault}" for fault in faults_in_group(group, by_rank)]
@@ -131,24 +130,24 @@ def disagreements(ranks: Sequence[Sequence[Collective]]) -> list[str]:
 
 
 def without_messages(calls: Iterable[Collective]) -> list[Collective]:
-    return [one for one in calls if one.name not in POINT_TO_POINT]
+    return [call for call in calls if call.name not in POINT_TO_POINT]
 
 
-def have_one_kind(calls: Iterable[Collective]) -> bool:
-    """Return whether calls are of the same operation, in groups of the same size and stride. All
-    groups of a dimension of the mesh have these in common."""
-    kinds = set()
-    for one in calls:
-        stride = one.group[-1] - one.group[-2] if len(one.group) > 1 else 0
-        kinds.add((one.name, len(one.group), stride))
-    return len(kinds) == 1
+def are_same_operation(calls: Iterable[Collective]) -> bool:
+    """Return whether all calls have the same operation and groups of the same size and stride, as
+    the groups along one mesh dimension do."""
+    operations = set()
+    for call in calls:
+        stride = call.group[-1] - call.group[-2] if len(call.group) > 1 else 0
+        operations.add((call.name, len(call.group), stride))
+    return len(operations) == 1
 
 
 def faults_in_group(group: tuple[int, ...], by_rank: dict[int, Collective]) -> list[str]:
     """Compare a collective on the ranks of its group."""
     if set(group) != set(by_rank):
         return [f"ranks {list(by_rank)} call it in the group {list(group)}"]
-    dtypes = {one.dtypes for one in by_rank.values()}
+    dtypes = {call.dtypes for call in by_rank.values()}
     if len(set().union(*dtypes)) > 1:
         return [f"dtypes {sorted(dtypes)}"]
     if "input_split_sizes" in by_rank[group[0]].settings:  # an all-to-all
@@ -158,28 +157,27 @@ def faults_in_group(group: tuple[int, ...], by_rank: dict[int, Collective]) -> l
             return [f"{sent} sent, {received} received"]
         return []
     found = []
-    sizes = {one.sizes for one in by_rank.values()}
+    sizes = {call.sizes for call in by_rank.values()}
     if len(sizes) > 1:
         found.append(f"sizes {sorted(sizes)}")
-    settings = {str(one.settings) for one in by_rank.values()}
+    settings = {str(call.settings) for call in by_rank.values()}
     if len(settings) > 1:
         found.append(f"settings {sorted(settings)}")
     return found
 
 
 def faults_between_pairs(ranks: Sequence[Sequence[Collective]]) -> list[str]:
-    """Compare what each rank sends another with what that receives: dtype, size, and after which
-    collective."""
+    """Check that every send has a matching receive: dtypes, sizes, number of collectives before."""
     sent = defaultdict(list)  # messages by pair of ranks
     received = defaultdict(list)
     for rank, calls in enumerate(ranks):
         collectives = 0
-        for one in calls:
-            message = Message(one.dtypes, one.sizes, collectives)
-            if one.name == "send":
-                sent[rank, one.group[one.settings["dst"]]].append(message)
-            elif one.name == "recv":
-                received[one.group[one.settings["src"]], rank].append(message)
+        for call in calls:
+            message = Message(call.dtypes, call.sizes, collectives)
+            if call.name == "send":
+                sent[rank, call.group[call.settings["dst"]]].append(message)
+            elif call.name == "recv":
+                received[call.group[call.settings["src"]], rank].append(message)
             else:
                 collectives += 1
     found = []

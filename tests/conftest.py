@@ -1,4 +1,4 @@
-"""Shared by test files: a small model in which no component is zero, bytes for it, and whole runs
+"""Shared by all tests: a small model in which no component is zero, inputs for it, and whole runs
 of small models."""
 
 import itertools
@@ -17,12 +17,12 @@ from multiprocessing import forkserver
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-# Before transformers is imported: no network, nothing in the home directory.
+# Set before transformers is imported: no network, nothing in the home directory.
 CACHE = tempfile.TemporaryDirectory()
 os.environ |= dict(
     HF_HOME=CACHE.name, HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", TOKENIZERS_PARALLELISM="false"
 )
-# Before torch is imported: small models gain nothing from threads, and workers share cores.
+# Set before torch is imported: threads do not help small models, and pytest workers share cores.
 os.environ["OMP_NUM_THREADS"] = "1"
 
 import numpy as np
@@ -50,14 +50,14 @@ from train import command_line
 
 def pytest_collection_modifyitems(items):
     for item in items:
-        # not `keywords`, which have the names of directories
+        # not `keywords`, which include the names of directories
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs CUDA"))
 
 
 def has_fp8(experts: bool = False) -> bool:
-    """Return whether the GPU multiplies in FP8; with `experts`, also in grouped products, as
-    --fp8_experts needs."""
+    """Return whether the GPU has FP8 products; with `experts`, the grouped ones for
+    --fp8_experts."""
     if experts:
         return has_grouped_kernel(torch.device("cuda"), torch.bfloat16)
     return torch.cuda.get_device_capability() >= (8, 9)
@@ -65,8 +65,8 @@ def has_fp8(experts: bool = False) -> bool:
 
 @pytest.fixture(scope="session", autouse=True)
 def interrupts():
-    """Let tests receive SIGINT and SIGHUP, also where pytest runs under nohup or in the background.
-    The processes that they start inherit this."""
+    """Let tests and their child processes receive SIGINT and SIGHUP even if pytest runs under nohup
+    or in the background."""
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGHUP)}
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
@@ -77,8 +77,8 @@ def interrupts():
 
 @pytest.fixture(scope="session")
 def processes():
-    """Start a server that has imported everything. Runs and ranks are forked from it in a tenth of
-    a second (jobs.py)."""
+    """Start a server that has imported everything. jobs.py forks runs and ranks from it in a tenth
+    of a second."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["jobs", "bitsandbytes"])
     with pytest.MonkeyPatch.context() as patch:
@@ -88,11 +88,11 @@ def processes():
 
 
 def do_nothing_slow(patch=setattr):
-    """Draw no curves.png and time no step, because both take longer than a small run. The tests of
-    these two undo it."""
+    """Disable curves.png and the timing of steps, because both take longer than a small run. Their
+    own tests enable them again."""
     patch(curves, "draw_curves", lambda *_: None)
     patch(train, "time_steps", lambda *_: 1000.0)
-    patch(estimate, "free_memory", lambda device: 1e15)  # other programs need memory, too
+    patch(estimate, "free_memory", lambda device: 1e15)  # other programs may fill the machine
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -103,7 +103,7 @@ def nothing_slow():
 
 
 def small_config(**changes) -> SpiderConfig:
-    """Return a config with every component, at a size for tests."""
+    """Return a small config with every component."""
     sizes = dict(
         hidden_size=32,
         n_prelude_layers=1,
@@ -131,7 +131,7 @@ def small_config(**changes) -> SpiderConfig:
 
 
 def on_meta(config: SpiderConfig) -> Spider:
-    """Build a model without values, of any size."""
+    """Build a model of any size without values."""
     with torch.device("meta"):
         return Spider(config)
 
@@ -141,13 +141,13 @@ def weights_of(model) -> dict[str, torch.Tensor]:
     return {key: value.clone() for key, value in model.state_dict().items()}
 
 
-# Parameters that initialization sets to zero, so that a component adds nothing at first.
+# Parameters that start at zero, so that their component adds nothing at first.
 ZERO_AT_FIRST = "table.weight conv_weight lora_up null_segment out_proj.weight bias"
 
 
 @torch.no_grad()
 def awake(config: SpiderConfig, seed: int = 0, dtype=torch.float32) -> Spider:
-    """Return a model in which every component has an effect, and boundaries depend on the text."""
+    """Return a model in which every component has an effect and boundaries depend on the text."""
     torch.manual_seed(seed)
     model = Spider(config)
     for name, p in model.named_parameters():
@@ -180,14 +180,14 @@ def world_of(device: str = "cpu") -> World:
 
 
 def resolved(*argv: str, device: str = "cpu", environ=None, **settings) -> Plan:
-    """Return the plan that train.py makes of flags, without this machine's variables."""
+    """Return the plan that train.py makes from flags, without this machine's environment."""
     args = train.parse_args([*argv], environ=environ or {})
     return resolve_plan(args, train.RECIPES, world_of(device), **settings)
 
 
 def gradients(model: Spider) -> dict:
-    """Return gradients by the parameter's name, None where there is none. A table's gradient is the
-    sum of what it gathered."""
+    """Return gradients by parameter name, None if a parameter has none. A table's gradient is the
+    sum over its lookups."""
     found = {name: p.grad for name, p in model.named_parameters()}
     for name, module in model.named_modules():
         if isinstance(module, EngramTable) and has_lookups(module):
@@ -198,13 +198,12 @@ def gradients(model: Spider) -> dict:
 
 
 def has_lookups(table: EngramTable) -> bool:
-    """Return whether a table holds gradients."""
+    """Return whether a table holds gradients of lookups."""
     return bool(table.lookups) or table.sums is not None
 
 
 def lookups_of(table: EngramTable) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the rows [n] and gradients [n, dim] that a table holds; a row may come several
-    times."""
+    """Return the looked-up rows [n] of a table, possibly repeated, and their gradients [n, dim]."""
     rows = [row for row, _ in table.lookups]
     gradients = [grad for _, grad in table.lookups]
     if table.sums is not None:
@@ -213,20 +212,20 @@ def lookups_of(table: EngramTable) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.cat(rows), torch.cat(gradients)
 
 
-def text(rows: int, length: int, seed: int = 0) -> torch.Tensor:
-    """Return random printable bytes [rows, length]."""
-    return torch.randint(32, 127, (rows, length), generator=torch.Generator().manual_seed(seed))
+def text(count: int, length: int, seed: int = 0) -> torch.Tensor:
+    """Return random printable bytes [count, length]."""
+    return torch.randint(32, 127, (count, length), generator=torch.Generator().manual_seed(seed))
 
 
 def documents(*lengths: int, seed: int = 0) -> torch.Tensor:
-    """Return one row [1, sum(lengths)] of documents BOS ... EOS of these lengths."""
-    row = text(1, sum(lengths), seed)[0]
+    """Return one sequence [1, sum(lengths)] of documents BOS ... EOS of these lengths."""
+    ids = text(1, sum(lengths), seed)
     start = 0
     for length in lengths:
-        row[start] = BOS_ID
-        row[start + length - 1] = EOS_ID
+        ids[0, start] = BOS_ID
+        ids[0, start + length - 1] = EOS_ID
         start += length
-    return row[None]
+    return ids
 
 
 def contents(directory: Path) -> dict[str, bytes]:
@@ -234,17 +233,17 @@ def contents(directory: Path) -> dict[str, bytes]:
 
 
 def prepare(*args) -> int:
-    """Run `data.py prepare` in this process, without workers; return its exit status."""
+    """Run `data.py prepare` in this process; return its exit status."""
     return data.main(["prepare", *map(str, args)])
 
 
 def code_blocks(page: str) -> list[str]:
-    """Return the blocks of Python code of a page of docs/."""
+    """Return the Python code blocks of a page of docs/."""
     return re.findall(r"```python\n(.*?)```", (ROOT / "docs" / page).read_text(), re.DOTALL)
 
 
 def run_python(code: str, *words, cwd=ROOT, **environ) -> subprocess.CompletedProcess:
-    """Run Python code in a process of its own, which can import the project."""
+    """Run Python code in a new process that can import the project."""
     return subprocess.run(
         [sys.executable, "-c", code, *map(str, words)],
         cwd=cwd,
@@ -262,8 +261,8 @@ atexit.register(lambda: print(re.search(r"VmHWM:\\s+(\\d+)", open("/proc/self/st
 
 
 def measured(code: str, *argv) -> tuple[subprocess.CompletedProcess, int]:
-    """Run Python code in a process of its own; return it and its peak memory in kB. getrusage would
-    count this process's memory, too."""
+    """Run Python code in a new process; return the process and its peak memory in kB. getrusage
+    would include the peak of this process."""
     done = run_python(MEASURED + code, *argv)
     return done, int(done.stdout.split()[-1])
 
@@ -283,7 +282,7 @@ SMALL = ",".join(
 
 @pytest.fixture
 def in_tmp_path(tmp_path, monkeypatch):
-    """Give a test's relative paths a directory of its own."""
+    """Run the test in its own empty directory."""
     monkeypatch.chdir(tmp_path)
 
 
@@ -293,7 +292,7 @@ def shards(tmp_path):
 
 
 def make_shards(directory):
-    """Make a directory with 640 bytes of documents to train on and 300 to validate."""
+    """Make a directory with documents: 640 bytes for training, 300 for validation."""
     directory.mkdir()
     generator = np.random.default_rng(0)
     for name, count in (("train-0.bin", 640), ("val-0.bin", 300)):
@@ -307,12 +306,12 @@ def make_shards(directory):
 # --------------------------------------------------------------------------------------------------
 # Runs
 
-STOPPED = 128 + signal.SIGTERM  # the status of a run that SIGTERM has stopped
+STOPPED = 128 + signal.SIGTERM  # exit status of a run that SIGTERM stopped
 
 
 def run_flags(shards, directory, *flags, steps=6) -> list[str]:
-    """Return the command line of a run of a small model. `flags` are texts of any number of words,
-    which override those here, or paths."""
+    """Return the command line of a run of a small model. `flags` are strings of one or more words,
+    or paths; they override the flags here."""
     argv = f"""
         --seq_len 32 --micro_batch 2 --max_steps {steps} --ckpt_every 100 --set {SMALL} --n_loops 2
         --lr 0.01 --eval_every 4 --log_every 1 --device cpu
@@ -324,7 +323,7 @@ def run_flags(shards, directory, *flags, steps=6) -> list[str]:
 
 
 def run(tmp_path, shards, *flags, steps=6, ckpt="run", status=0, model=Spider):
-    """Run a small model, which must end with this status; return its checkpoint directory."""
+    """Run a small model; check the exit status; return the checkpoint directory."""
     directory = tmp_path / ckpt
     argv = run_flags(shards, directory, *flags, steps=steps)
     assert command_line(argv, model) == status
@@ -333,16 +332,17 @@ def run(tmp_path, shards, *flags, steps=6, ckpt="run", status=0, model=Spider):
 
 @pytest.fixture(scope="session")
 def trained(tmp_path_factory) -> Path:
-    """The directory of a run of three steps with a checkpoint of each, which no test may change."""
+    """Return the directory of a run with a checkpoint of each of its three steps. No test may
+    change it."""
     root = tmp_path_factory.mktemp("trained")
     return run(root, make_shards(root / "data"), "--ckpt_every 1 --keep_last 3", steps=3)
 
 
 @pytest.fixture
 def run_on(processes, tmp_path):
-    """Run command lines in turn on several ranks, which must all end with this status; return the
-    log."""
-    from jobs import Job  # it imports this file
+    """Run command lines in turn on several ranks; check that all ranks exit with this status;
+    return the log."""
+    from jobs import Job  # jobs imports this file
 
     def run_on(ranks, *argvs, status=0, **options) -> str:
         statuses, log = Job(processes, tmp_path, ranks, *argvs, **options).end()
@@ -353,7 +353,7 @@ def run_on(processes, tmp_path):
 
 
 def model_with_fault(number: int, fault: Callable[[Spider], None]) -> type[Spider]:
-    """Return a class of models that call `fault` before their training pass of this number."""
+    """Return a model class that calls `fault` before training pass `number`, from 1."""
     passes = itertools.count(1)
 
     class Faulty(Spider):
@@ -367,7 +367,7 @@ def model_with_fault(number: int, fault: Callable[[Spider], None]) -> type[Spide
 
 @contextmanager
 def signal_in_step(number: int) -> Iterator[None]:
-    """Send SIGTERM to this process before the update of its step of this number, from 1."""
+    """Send SIGTERM to this process before the update of step `number`, from 1."""
     update = train.update
     steps = itertools.count(1)
 
@@ -383,14 +383,14 @@ def signal_in_step(number: int) -> Iterator[None]:
 
 @pytest.fixture
 def train_small(tmp_path, shards):
-    """`run` in the test's own directory, on its own data."""
+    """Return `run` with the test's own directory and data."""
     return partial(run, tmp_path, shards)
 
 
 @pytest.fixture
 def train_in_parts(train_small):
-    """The same as `train_small`, but stopped by SIGTERM in each step of `cuts` and resumed by the
-    same command."""
+    """Like `train_small`, but SIGTERM stops the run in each step of `cuts`, and the same command
+    resumes it."""
 
     def train_in_parts(*flags, steps, cuts, ckpt="parts"):
         done = 0
@@ -406,7 +406,7 @@ def train_in_parts(train_small):
 
 @pytest.fixture
 def argv_of(tmp_path, shards):
-    """`run_flags` in the test's own directory, on its own data."""
+    """Return `run_flags` with the test's own directory and data."""
 
     def argv_of(*flags, steps=6, ckpt="run") -> list[str]:
         return run_flags(shards, tmp_path / ckpt, *flags, steps=steps)
@@ -416,7 +416,7 @@ def argv_of(tmp_path, shards):
 
 @pytest.fixture
 def error_of(argv_of, capsys):
-    """Return the error of a run of a small model that fails."""
+    """Run a small model that must fail; return its error."""
 
     def error_of(*flags, status=2, model=Spider, **options) -> str:
         train_model = partial(command_line, model_class=model)
@@ -427,14 +427,14 @@ def error_of(argv_of, capsys):
 
 @pytest.fixture
 def new_log(capsys):
-    """Return what was logged since the last call."""
+    """Return a function that returns the log since its last call."""
     return lambda: capsys.readouterr().err
 
 
 @pytest.fixture
 def losses(monkeypatch):
-    """Let evaluations find these losses at even steps, whatever the weights; at an odd step, where
-    a run ends, 2.2."""
+    """Replace the results of evaluations: these losses at even steps, 2.2 at an odd step, where a
+    run ends."""
     at_even_steps = (3.0, 2.0, 2.5, 2.4, 1.0, 1.5, 1.4, 1.3, 1.2, 1.1)
     by_step = dict(zip(range(2, 22, 2), at_even_steps, strict=True))
     record = RunProgress.record_evaluation
@@ -449,7 +449,7 @@ def losses(monkeypatch):
 
 @pytest.fixture
 def figures(tmp_path):
-    """Run sample.py --eval; return what it writes to --json."""
+    """Run sample.py with --eval flags; return what it writes to --json."""
 
     def evaluate(*argv) -> list[dict]:
         out = tmp_path / "out.json"
@@ -460,8 +460,8 @@ def figures(tmp_path):
 
 
 def refused(argv, capsys, status=2, program="train.py", main=command_line) -> str:
-    """Run a command that fails; return the last line on stderr, which is its only error. Nothing is
-    printed on stdout."""
+    """Run a command that must fail; return its error, the last line on stderr. Check that the
+    command prints no other error, and nothing on stdout."""
     assert main([*map(str, argv)]) == status
     out, err = capsys.readouterr()
     lines = err.splitlines()
@@ -472,7 +472,7 @@ def refused(argv, capsys, status=2, program="train.py", main=command_line) -> st
 
 
 def final_state(directory):
-    """Return the state in the last checkpoint of a run."""
+    """Return the state in a run's last checkpoint."""
     return torch.load(find_checkpoints(directory)[-1].path, weights_only=True)
 
 
@@ -487,20 +487,20 @@ def saved_steps(directory) -> list[int]:
 
 
 def without_clock(line: dict) -> dict:
-    """Return a line of metrics.jsonl without the numbers that depend on the clock."""
+    """Return a line of metrics.jsonl without the numbers that differ between equal runs."""
     by_clock = {"tok_per_sec", "bf16_mfu", "memory", "time"}
     return {name: value for name, value in line.items() if name not in by_clock}
 
 
 def metrics(directory, clock: bool = False) -> list[dict]:
-    """Return the lines of metrics.jsonl; the numbers that depend on the clock only with `clock`."""
+    """Return the lines of metrics.jsonl; with `clock`, including time, speed and memory."""
     text = (directory / "metrics.jsonl").read_text()
     lines = [json.loads(line) for line in text.splitlines()]
     return lines if clock else [without_clock(line) for line in lines]
 
 
 def assert_same(one, other):
-    """Check that nested states are equal to the bit."""
+    """Check that nested states are bitwise equal."""
     leaves = [tree_leaves_with_path(state) for state in (one, other)]
     for (path, value), (other_path, other_value) in zip(*leaves, strict=True):
         assert path == other_path
@@ -511,8 +511,8 @@ def assert_same(one, other):
 
 
 def assert_same_runs(one, other):
-    """Check that the last checkpoints of two runs and their lines of metrics.jsonl are equal to
-    the bit."""
+    """Check that the last checkpoints and the lines of metrics.jsonl of two runs are bitwise
+    equal."""
     states = [final_state(one), final_state(other)]
     for state in states:
         state["metrics"] = without_clock(state["metrics"])

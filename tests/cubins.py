@@ -1,4 +1,4 @@
-"""What the machine code of a compiled Triton kernel takes of a GPU."""
+"""The GPU resources that a compiled Triton kernel uses."""
 
 import os
 import subprocess
@@ -18,6 +18,6 @@ def resources(kernel) -> str:
 
 
 def spills(kernel) -> bool:
-    """Tell whether a kernel keeps numbers in memory because its registers do not suffice."""
+    """Return whether a kernel spills registers to memory."""
     usage = resources(kernel)
     return "STACK:0 " not in usage or "LOCAL:0 " not in usage

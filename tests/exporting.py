@@ -1,4 +1,4 @@
-"""A checkpoint, its export and what is loaded from it, for test_export.py and test_adapter.py."""
+"""Fixtures for test_export.py and test_adapter.py: a checkpoint, its export, the loaded model."""
 
 from dataclasses import asdict
 from pathlib import Path
@@ -14,13 +14,13 @@ from spider_model import Spider
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory) -> Path:
-    """A checkpoint whose model has every component awake, with the metrics of a run of six
-    steps."""
+    """Return a checkpoint with the metrics of a run of six steps and a model in which every
+    component has an effect."""
     root = tmp_path_factory.mktemp("run")
     directory = run(root, make_shards(root / "data"))
     config = small_config()
     weights = awake(config).state_dict()
-    weights["lm_head.weight"] *= 20  # so that the likeliest byte is clear
+    weights["lm_head.weight"] *= 20  # so that the likeliest byte has no near-tie
     path = directory / "spider-step6.pt"
     saved = final_state(directory)
     torch.save(saved | dict(model_state_dict=weights, cfg=asdict(config), n_loops=3), path)
@@ -41,7 +41,7 @@ def spider(checkpoint) -> Spider:
 
 
 def load_model(directory, **settings):
-    # takes a second, for which other tests need not wait
+    # imported here, because the import takes a second
     from transformers import AutoModelForCausalLM
 
     return AutoModelForCausalLM.from_pretrained(directory, trust_remote_code=True, **settings)
@@ -50,7 +50,7 @@ def load_model(directory, **settings):
 def load_tokenizer(directory, **settings):
     from transformers import AutoTokenizer
 
-    # told not to, transformers does not ask whether to trust the code that config.json names
+    # with False, transformers does not ask whether to trust the code that config.json names
     return AutoTokenizer.from_pretrained(directory, trust_remote_code=False, **settings)
 
 

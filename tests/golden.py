@@ -1,16 +1,16 @@
-"""Golden values: what five optimizer steps of small runs give, from the command line to the last
-checkpoint.
+"""Golden values: the results of five optimizer steps of small runs, from the command line to the
+last checkpoint.
 
-    python tests/golden.py           # write what is missing or has changed (see CONTRIBUTING.md)
+    python tests/golden.py           # write missing or changed values (see CONTRIBUTING.md)
     python tests/golden.py --spread  # print how far this processor is from the file
 
-Other processors are emulated by a variable before --spread: ATEN_CPU_CAPABILITY=avx2, the same with
-default (no vector instructions), MKL_CBWR=COMPATIBLE (MKL's products for SSE2). ONE_UNIT_OFF=SEED
-has every weight start one unit in the last place off, at random.
+To emulate other processors for --spread, set a variable: ATEN_CPU_CAPABILITY=avx2 or =default (no
+vector instructions), MKL_CBWR=COMPATIBLE (MKL's products for SSE2). ONE_UNIT_OFF=SEED moves every
+initial weight by at most one unit in the last place, at random.
 
 The rest of the suite compares the code with itself; these numbers stay when the code changes. A run
-is fp32 on one thread. Its text is made here. The flags are those of table.py, and the defaults of
-presets are in `recipes`.
+uses fp32 and one thread. This file makes its text, table.py has its flags. `recipes` records the
+defaults of the presets.
 """
 
 import json
@@ -26,7 +26,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT)]  # for the script; pytest has done so
+sys.path[:0] = [str(ROOT)]  # for the script; pytest sets it too
 
 import conftest  # isort: skip  before torch is imported: one thread
 
@@ -67,7 +67,7 @@ SMALL = ",".join(
 )
 TWO_LAYERS = f"{SMALL},n_recurrent_layers=2,engram_layers=1,n_routed_experts=8"
 
-# Of `tiny` only the tables are smaller. The others have the structure of their preset in small.
+# `tiny` is full size except for its tables. Other presets keep their structure at a small size.
 TINY = "--model tiny --n_loops 1 --set engram_byte_rows=1000"
 WORDS_AS_SEGMENTS = f"{TINY},boundaries=words"
 SMALL_PRESET = f"--model small --n_loops 1 --set {SMALL},n_routed_experts=0"
@@ -75,12 +75,12 @@ BASE = f"--model base --n_loops 1 --set {SMALL},n_routed_experts=8"
 ONE_BILLION = f"--model 1b --n_loops 2 --set {TWO_LAYERS}"
 ORIGINAL = f"--model original --n_loops 2 --set {TWO_LAYERS}"
 
-# Not adamw8bit: a rounding error that moves one of its states to the next of 256 values changes the
-# update by percents.
+# Not adamw8bit: a rounding error that moves a state to the next of 256 values changes the update by
+# percents.
 MUON = "--optimizer muon --lr 0.01"
 ADAMW = "--optimizer adamw --lr 0.004"
-# Two sources, whose first epochs end after different steps; some steps are clipped, and segments
-# halt in some loop.
+# The first epochs of its two sources end after different steps, some steps are clipped, and some
+# segments halt.
 EVERYTHING = f"--set {TWO_LAYERS},act_threshold=0.1 {words_of('everything')}"
 CASES = {
     "tiny muon": f"{TINY} {MUON}",
@@ -94,16 +94,16 @@ CASES = {
     "small": f"{SMALL_PRESET} {MUON}",
     "base": f"{BASE} {ADAMW}",
     "everything": f"{EVERYTHING} {MUON}",
-    # By AdamW: in a step with one segment per document, Muon makes an update of the noise in
-    # attention's gradient.
+    # AdamW: in a step with one segment per document, Muon would amplify the noise in attention's
+    # gradient.
     "boundaries from step 29": f"{ONE_BILLION} {ADAMW}",
     "boundaries from step 57": f"{TINY} {MUON}",
 }
 
 
 def class_of(case: str) -> type[Spider]:
-    """Return the class of a case's model. Its learned boundaries may begin as after some steps:
-    they trust their regression only from step 30 on, and fully after step 60."""
+    """Return the model class of a case. In "from step N" the learned boundaries start as after N
+    steps, because they trust their regression only from step 30 on, and fully after step 60."""
     _, _, steps = case.partition("from step ")
 
     class Later(Spider):
@@ -122,7 +122,7 @@ WORDS = """
 
 
 def draws(seed: int) -> Iterator[int]:
-    """Yield numbers of 15 bits from a linear congruential generator."""
+    """Yield 15-bit numbers from a linear congruential generator."""
     state = seed
     while True:
         state = (state * 1103515245 + 12345) % (1 << 31)
@@ -130,7 +130,7 @@ def draws(seed: int) -> Iterator[int]:
 
 
 def documents(count: int, seed: int) -> np.ndarray:
-    """Write documents of 2 to 25 words: ids, uint16."""
+    """Return documents of 2 to 25 words as ids, uint16."""
     numbers = draws(seed)
     ids = []
     for _ in range(count):
@@ -143,7 +143,7 @@ def documents(count: int, seed: int) -> np.ndarray:
 
 
 def write_data(directory: Path):
-    """Write the shards of all runs: `data`, and the sources a and b of a mixture."""
+    """Write the shards of all runs: `data`, and the mixture's sources `a` and `b`."""
     for name, count, seed in (("data", 30, 1), ("a", 4, 2), ("b", 2, 3)):
         (directory / name).mkdir()
         documents(count, seed).tofile(directory / name / "train-0.bin")
@@ -151,13 +151,13 @@ def write_data(directory: Path):
 
 
 def observe(case: str, directory: Path) -> dict:
-    """Run a case in an empty directory; return its `metrics`, a list over steps for each, and its
+    """Run a case in an empty directory; return its `metrics`, each a list over steps, and its
     `weights`."""
     write_data(directory)
     argv = f"{FLAGS} --data_dir data {CASES[case]} --ckpt_dir run".split()
     with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(directory)  # the names of a mixture's sources are among the metrics
-        # Muon multiplies in fp32 everywhere.
+        patch.chdir(directory)  # metrics are named after the mixture's directories
+        # Muon's products are in fp32 on every processor.
         patch.setattr(optim, "has_bf16", lambda device: False)
         assert train.command_line(argv, class_of(case)) == 0
     state = torch.load(directory / "run" / "spider-step5.pt", weights_only=True)
@@ -165,7 +165,7 @@ def observe(case: str, directory: Path) -> dict:
     for line in conftest.metrics(directory / "run"):
         for name, value in line.items():
             metrics[name].append(rounded(value))
-    return dict(metrics=metrics, weights=of_weights(state["model_state_dict"]))
+    return dict(metrics=metrics, weights=summarize_weights(state["model_state_dict"]))
 
 
 def rounded(number: float) -> float:
@@ -174,7 +174,7 @@ def rounded(number: float) -> float:
 
 
 # --------------------------------------------------------------------------------------------------
-# What is kept of weights
+# Summary of the weights
 
 FAMILIES = {
     "embed_tokens": r"^embed_tokens$",
@@ -210,18 +210,18 @@ FAMILIES = {
 }
 
 
-def of_weights(state: dict[str, Tensor]) -> dict[str, list[float]]:
-    """Return the norm of each family of weights, and a projection to a fixed direction, of about
-    the same size."""
-    kept = {}
+def summarize_weights(state: dict[str, Tensor]) -> dict[str, list[float]]:
+    """Return each family's norm and its projection onto a fixed direction, scaled to a similar
+    size."""
+    summary = {}
     for family, pattern in FAMILIES.items():
         names = [name for name in sorted(state) if re.search(pattern, name)]
         if names:
             values = torch.cat([state[name].double().flatten() for name in names])
             number = torch.arange(1, len(values) + 1) * 2654435761 % (1 << 32)
-            direction = number.double() / (1 << 31) - 1  # even in [-1, 1]
-            kept[family] = [rounded(values.norm()), rounded(values @ direction)]
-    return kept
+            direction = number.double() / (1 << 31) - 1  # uniform in [-1, 1]
+            summary[family] = [rounded(values.norm()), rounded(values @ direction)]
+    return summary
 
 
 # --------------------------------------------------------------------------------------------------
@@ -231,15 +231,15 @@ RECIPES = {model: f"--model {model}" for model in PRESETS} | {
     "tiny, 1,003,520 bytes": "--model tiny --target_tokens 1003520",
     "tiny, 20 steps": "--model tiny --target_tokens 81920",
 }
-# Flags that checkpoints record and that train nothing themselves: the runs have texts of their own,
-# and the others set target_tokens and grad_accum.
+# Flags that checkpoints record but that do not affect training by themselves: golden runs have
+# their own data, and minutes and global_batch only set target_tokens and grad_accum.
 UNTRAINED = {"data_dir", "mock_data", "minutes", "global_batch"}
 TRAINED = [name for name in train.Flags().recorded() if name not in UNTRAINED]
 TRAINED += "n_loops grad_accum max_steps max_skipped eval_every patience".split()
 
 
 def observe_recipe(recipe: str) -> dict[str, dict]:
-    """Return the flags and the configuration of a recipe, with memory for any micro-batch."""
+    """Return the flags and the config of a recipe on a machine with infinite memory."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(machine, "memory_of", lambda *_: math.inf)
         plan = conftest.resolved(*f"{RECIPES[recipe]} --recompute nothing".split())
@@ -250,10 +250,10 @@ def observe_recipe(recipe: str) -> dict[str, dict]:
 # --------------------------------------------------------------------------------------------------
 # Comparison
 
-# The largest differences between processors, by `python tests/golden.py --spread` (relative; of
-# weights relative to their norm): an AMD EPYC with AVX512 (family 25, model 17), torch 2.13.0+cpu,
-# against the same with AVX2 alone, with no vector instructions, with MKL's products for SSE2, and
-# four times with every weight one unit in the last place off at the start.
+# The largest relative differences between processors, from `python tests/golden.py --spread`;
+# differences of weights are relative to their norm. An AMD EPYC with AVX512 (family 25, model 17,
+# torch 2.13.0+cpu) is compared with itself: with AVX2 only, without vector instructions, with MKL's
+# products for SSE2, and four times with all initial weights one unit in the last place off.
 MEASURED = {
     "losses": 2.5e-7,
     "grad_norm": 3.2e-7,
@@ -261,8 +261,8 @@ MEASURED = {
     "norms of weights": 2.5e-6,
     "projections of weights": 8.6e-5,
 }
-# Counts did not differ.
-TOLERANCE = {kind: 4 * difference for kind, difference in MEASURED.items()} | {"counts": 1e-6}
+TOLERANCE = {kind: 4 * difference for kind, difference in MEASURED.items()}
+TOLERANCE["counts"] = 1e-6  # counts did not differ
 
 
 def kind_of(metric: str) -> str:
@@ -274,7 +274,7 @@ def kind_of(metric: str) -> str:
 
 
 def differences(expected: dict, observed: dict) -> Iterator[tuple[str, float, str]]:
-    """Compare a case with what is expected; yield the kind, the difference and the place of each
+    """Compare a case with its golden values; yield the kind, the difference and the name of each
     number."""
     for metric, values in expected["metrics"].items():
         observed_values = observed["metrics"].get(metric, [])
@@ -293,10 +293,10 @@ def differences(expected: dict, observed: dict) -> Iterator[tuple[str, float, st
 def too_large(expected: dict, observed: dict) -> list[str]:
     """Describe the differences above their tolerance, the largest first."""
     lines = []
-    for kind, difference, place in differences(expected, observed):
-        share = difference / TOLERANCE[kind]
-        if not share <= 1:  # NaN is not
-            lines.append((share, f"{place}: {difference:.1e}, tolerance {TOLERANCE[kind]:.1e}"))
+    for kind, difference, name in differences(expected, observed):
+        excess = difference / TOLERANCE[kind]
+        if not excess <= 1:  # also true for NaN
+            lines.append((excess, f"{name}: {difference:.1e}, tolerance {TOLERANCE[kind]:.1e}"))
     return [line for _, line in sorted(lines, reverse=True)]
 
 
@@ -305,7 +305,7 @@ def too_large(expected: dict, observed: dict) -> list[str]:
 
 
 def product_changes(root: Path) -> list[str]:
-    """Return the files outside of tests/ that differ from the last commit."""
+    """Return the files outside tests/ that differ from the last commit."""
     status = subprocess.run(
         ["git", "status", "--porcelain", "--no-renames"],
         cwd=root,
@@ -317,18 +317,18 @@ def product_changes(root: Path) -> list[str]:
 
 
 def observe_all() -> Iterator[tuple[str, dict]]:
-    """Yield each case and what it observes."""
+    """Yield each case and its observed values."""
     for case in CASES:
         with tempfile.TemporaryDirectory() as directory:
             yield case, observe(case, Path(directory))
 
 
 def write():
-    """Write the file. A case whose values are within tolerance keeps those that it has."""
+    """Write the file. A case within tolerance keeps its old values."""
     if changes := product_changes(ROOT):
         sys.exit(
-            f"tests/golden.py: {', '.join(changes)} differ from the last commit: golden values "
-            f"have a commit of their own, after the code that they judge (CONTRIBUTING.md)"
+            f"tests/golden.py: {', '.join(changes)} differ from the last commit: commit the code "
+            f"first, and golden values in a separate commit (CONTRIBUTING.md)"
         )
     before = json.loads(FILE.read_text())["runs"]
     runs = {}
@@ -343,12 +343,12 @@ def write():
             runs[case] = observed
     recipes = {recipe: observe_recipe(recipe) for recipe in RECIPES}
     text = json.dumps(dict(runs=runs, recipes=recipes), indent=1)
-    lists = re.compile(r"\[[^][{}]*\]")  # innermost ones, each on a line of its own
+    lists = re.compile(r"\[[^][{}]*\]")  # innermost lists, each written on one line
     FILE.write_text(lists.sub(lambda match: json.dumps(json.loads(match[0])), text) + "\n")
 
 
 def print_spread():
-    """Print the largest differences from the file by kind."""
+    """Print the largest difference from the file for each kind of number."""
     expected = json.loads(FILE.read_text())["runs"]
     largest = defaultdict(float)
     for case, observed in observe_all():

@@ -1,5 +1,5 @@
-"""Triton's interpreter, mended: it truncates where numbers are converted, multiplies bf16 as
-integers, and lacks what CUDA's libdevice adds to Triton's own functions."""
+"""Fix Triton's interpreter: it truncates when it converts numbers, multiplies bf16 as integers, and
+lacks the functions of CUDA's libdevice."""
 
 import numpy as np
 import torch
@@ -20,7 +20,7 @@ def decode(bits, dtype) -> torch.Tensor:
 
 
 def convert_float(bits, source, target, rounding_mode):
-    """Convert numbers, given as their bits, from one format to another."""
+    """Convert the bits of numbers from one format to another."""
     numbers = decode(bits, source).float().to(FORMATS[target.scalar.name])
     bits_of_size = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32}
     return numbers.view(bits_of_size[numbers.itemsize]).numpy()
@@ -32,7 +32,7 @@ def dot(self, a, b, total, *_):
 
 
 def patch_tensor(tensor, scope, patch=interpreter._patch_lang_tensor):
-    """Let a tensor of one number be the bound of a loop: Triton 3.6 fails here with NumPy 2.4."""
+    """Let a one-element tensor bound a loop: Triton 3.6 fails at this with NumPy 2.4."""
     patch(tensor, scope)
     scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
 
@@ -40,4 +40,4 @@ def patch_tensor(tensor, scope, patch=interpreter._patch_lang_tensor):
 interpreter._convert_float = convert_float
 interpreter._patch_lang_tensor = patch_tensor
 interpreter.InterpreterBuilder.create_dot = dot
-tl.math.mul_rn = lambda a, b: a * b  # a product that a compiler does not fuse with a sum
+tl.math.mul_rn = lambda a, b: a * b  # a product that the compiler must not fuse with a sum

@@ -1,5 +1,5 @@
-"""Runs in processes of their own: forked, on one rank or several under gloo, with faults; by
-torchrun, as users do."""
+"""Run training in other processes: forked, on one or several gloo ranks, with injected faults; or
+with train.py and torchrun, as users do."""
 
 import itertools
 import os
@@ -20,16 +20,16 @@ from spider.training import optim
 from spider.training.distributed import World
 from train import command_line
 
-LIMIT = 240  # seconds in which processes must have ended, on a busy machine
-IN_GROUP = "STILL IN ITS GROUP"  # a line in the log, of which NCCL would make several
+LIMIT = 240  # seconds in which processes must end, even on a busy machine
+IN_GROUP = "STILL IN ITS GROUP"  # logged if a process group is left open; NCCL would warn at length
 
 
 # --------------------------------------------------------------------------------------------------
-# Faults, each applied in one process: (fault, rank, argument)
+# Faults: (fault, rank, argument) applies a fault in the process of one rank
 
 
 def at_step(step, before=None, after=None):
-    """In a step of this process, call `before` with the model, and change its sums by `after`."""
+    """In a step of this process, call `before` with the model, and apply `after` to the sums."""
     accumulate = train.accumulate
     steps = itertools.count()
 
@@ -61,7 +61,7 @@ def signalled(step):
 
 
 def sleeps(name):
-    """Have a function of train.py take an hour, longer than Job.end waits."""
+    """Make a function of train.py take an hour, longer than Job.end waits."""
 
     def sleep(*_, **__):
         print("SLEEPS", file=sys.stderr, flush=True)
@@ -75,7 +75,7 @@ def file_limit(size):
 
 
 def unread(_):
-    """Leave stderr without a reader."""
+    """Make stderr a pipe without a reader."""
     reading, writing = os.pipe()
     os.close(reading)
     os.dup2(writing, 2)
@@ -86,7 +86,7 @@ def unread(_):
 
 
 def reserve_port() -> socket.socket:
-    """Bind a port, so that nobody else gets it; nobody listens on it."""
+    """Bind a port, without listening, so that no other process gets it."""
     reserved = socket.socket()
     reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     reserved.bind(("", 0))
@@ -94,7 +94,7 @@ def reserve_port() -> socket.socket:
 
 
 def rank_variables(rank: int, ranks: int, port: int) -> dict[str, str]:
-    """Return torchrun's variables for a rank of this machine."""
+    """Return the environment that torchrun gives a rank on this machine."""
     return dict(
         RANK=str(rank),
         LOCAL_RANK=str(rank),
@@ -114,7 +114,8 @@ def work_in_group(rank, ranks, shards, port, work):
 
 
 def run_ranks(processes, work, ranks: int, shards: int) -> list[int]:
-    """Run `work`, a function of a module, of a World on several ranks; return the exit statuses."""
+    """Run `work(world)` on several ranks; return the exit statuses. `work` must be a module's
+    function, so that it can be pickled."""
     with reserve_port() as reserved:
         port = reserved.getsockname()[1]
         forked = [
@@ -129,9 +130,7 @@ def run_ranks(processes, work, ranks: int, shards: int) -> list[int]:
 
 
 def run_as_rank(rank, ranks, ports, argvs, faults, directory, environ, log):
-    """Run command lines in this process, as a rank.
-
-    ports: one for each command line. faults: (fault, rank, argument)."""
+    """Run command lines in this process as a rank, each command line with its own port."""
     for name in train.ENVIRONMENT:
         os.environ.pop(name.upper(), None)
     os.environ |= environ
@@ -140,7 +139,7 @@ def run_as_rank(rank, ranks, ports, argvs, faults, directory, environ, log):
     sys.stderr = open(log, "a", buffering=1)
     os.dup2(sys.stderr.fileno(), 2)
     do_nothing_slow()
-    if ranks > 1:  # Muon's products too in fp32, where another order of sums shows least
+    if ranks > 1:  # Muon's products in fp32 too, where the order of sums matters least
         optim.has_bf16 = lambda device: False
     for fault, victim, argument in faults:
         if victim == rank:
@@ -154,7 +153,7 @@ def run_as_rank(rank, ranks, ports, argvs, faults, directory, environ, log):
 
 
 class Job:
-    """Ranks that run a command line, or several in turn."""
+    """Ranks that run one or more command lines in turn."""
 
     def __init__(self, processes, directory, ranks, *argvs, faults=(), **environ):
         self.reserved = [reserve_port() for _ in argvs]
@@ -182,7 +181,7 @@ class Job:
         until(lambda: words in self.log_so_far())
 
     def end(self) -> tuple[list[int], str]:
-        """Return exit statuses and the log; all ranks must have ended within LIMIT."""
+        """Wait for all ranks to end within LIMIT; return exit statuses and the log."""
         deadline = time.monotonic() + LIMIT
         for process in self.ranks:
             process.join(max(0, deadline - time.monotonic()))
@@ -196,14 +195,14 @@ class Job:
 
 
 def runs_alone(argv):
-    """The same on one rank, in this process, with Muon's products in fp32 too."""
+    """Run a command line on one rank, in this process, with Muon's products in fp32 too."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(optim, "has_bf16", lambda device: False)
         assert command_line(argv) == 0
 
 
 # --------------------------------------------------------------------------------------------------
-# Programs of their own
+# Programs
 
 
 def command(*argv, cwd, **environ) -> subprocess.CompletedProcess:
@@ -234,8 +233,8 @@ def torchrun(argv, *more):
 
 
 def workers(directory) -> list[int]:
-    """Return the ranks of torchrun whose command line names a directory, in the order of their
-    start."""
+    """Return the process ids of torchrun's ranks whose command line names a directory, in order of
+    their start."""
     found = []
     for pid in filter(str.isdigit, os.listdir("/proc")):
         try:
@@ -248,11 +247,11 @@ def workers(directory) -> list[int]:
 
 
 # --------------------------------------------------------------------------------------------------
-# What they logged
+# Logs and metrics
 
 
 def until(condition, seconds=LIMIT, log=str):
-    """Wait until a condition holds; fail with what `log` returns."""
+    """Wait until a condition holds; after `seconds`, fail with the result of `log`."""
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, log()
@@ -265,25 +264,25 @@ def steps_done(directory) -> int:
 
 
 def last_lines(log: str) -> list[str]:
-    """Return the lines with which the ranks ended."""
+    """Return the final lines of all ranks."""
     return [line for line in log.splitlines() if line.startswith("train.py: ")]
 
 
-SAME = "loss total_loss val_loss mean_loops bytes_per_segment boundary_loss core_loss".split()
+COMPARED = "loss total_loss val_loss mean_loops bytes_per_segment boundary_loss core_loss".split()
 
 
 def assert_same_losses(one, other, steps=20):
-    """Losses, norms and evaluations of two runs agree to fp32 rounding, amplified by so many
-    steps."""
+    """Check that losses, gradient norms and evaluations of two runs agree to fp32 rounding, as
+    amplified over this many steps."""
     one_lines = metrics(one)
     other_lines = metrics(other)
     assert len(one_lines) == len(other_lines) == steps
     for a, b in zip(one_lines, other_lines, strict=True):
         assert a.keys() == b.keys()
-        for name in SAME:
+        for name in COMPARED:
             expected = pytest.approx(b.get(name, 0), rel=5e-5, abs=1e-7)
             assert a.get(name, 0) == expected, (a["step"], name)
         assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-3)
-        # A near-tie in the choice of an expert moves these; they are means over micro-batches.
+        # A near-tie between experts changes these means over micro-batches.
         assert a["aux_loss"] == pytest.approx(b["aux_loss"], rel=0.02)
         assert a["z_loss"] == pytest.approx(b["z_loss"], rel=0.05)

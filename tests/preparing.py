@@ -1,4 +1,4 @@
-"""Helpers for the tests of data: shards, commands of data.py in this process, what they write."""
+"""Helpers for tests of data: run data.py in this process, write shards, read prepared data."""
 
 import json
 import shlex
@@ -26,7 +26,7 @@ def prepare(command: str):
 
 
 def train_texts(command: str, out: str = "o") -> list[bytes]:
-    """Prepare inputs without a validation split; return the texts."""
+    """Prepare inputs without a validation split; return the documents."""
     prepare(f"{command} --val_fraction 0 --out {out}")
     return documents(out, "train")
 
@@ -56,7 +56,7 @@ def source(ids, val=(), name="s", weight=1.0) -> Source:
 
 
 # --------------------------------------------------------------------------------------------------
-# What prepare wrote
+# Prepared data
 
 
 def metadata(directory: str | Path) -> dict:
@@ -64,13 +64,13 @@ def metadata(directory: str | Path) -> dict:
 
 
 def joined(directory: str | Path, split: str) -> bytes:
-    """Return the shards of a split as one."""
+    """Return the concatenated shards of a split."""
     shards = sorted(Path(directory).glob(f"{split}-*.bin"))
     return b"".join(path.read_bytes() for path in shards)
 
 
 def documents(directory: str | Path, split: str) -> list[bytes]:
-    """Return the texts of a split. Each must begin with BOS and end with EOS."""
+    """Return the texts of a split; check that each begins with BOS and ends with EOS."""
     texts = []
     ids = np.frombuffer(joined(directory, split), "<u2")
     ends = np.flatnonzero(ids == EOS_ID) + 1

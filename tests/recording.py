@@ -1,5 +1,5 @@
-"""Record a run of train.py from outside: each pass of its model, what its optimizers receive and
-change, its files. torch's hooks do this; no function of the product is replaced."""
+"""Record a run of train.py from outside, with torch's hooks and without patching any function: each
+pass of the model, the optimizers' inputs and changes, the files."""
 
 from collections import defaultdict
 from dataclasses import dataclass, field
@@ -22,7 +22,7 @@ from train import command_line
 
 
 class Call(NamedTuple):
-    """A call of a module: its first input and its (first) output."""
+    """A call of a module: its first input and first output."""
 
     x: Tensor
     y: Tensor
@@ -32,33 +32,33 @@ class Call(NamedTuple):
 class Pass:
     """A forward pass of the model."""
 
-    given: dict = field(default_factory=dict)  # the arguments by name
-    # The calls of modules by name; those of recomputation in the backward pass included.
+    given: dict = field(default_factory=dict)  # arguments by name
+    # Calls by module name, including calls recomputed in the backward pass.
     called: dict[str, list[Call]] = field(default_factory=lambda: defaultdict(list))
     segments: int = 0
 
 
 @dataclass
 class Update:
-    """A step of the optimizers: its passes and, by parameter, weights and gradients before it,
-    weights and optimizer's state after it."""
+    """An optimizer step: its passes and, by parameter name, weights and gradients before the step,
+    weights and optimizer state after it."""
 
     passes: list[Pass] = field(default_factory=list)
     before: dict[str, Tensor] = field(default_factory=dict)
     gradient: dict[str, Tensor] = field(default_factory=dict)
-    # Of Engram tables, the rows [n] that were looked up and their gradients [n, dim].
+    # For Engram tables: the rows [n] that were looked up and their gradients [n, dim].
     lookups: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
     after: dict[str, Tensor] = field(default_factory=dict)
     state: dict[str, dict[str, Tensor]] = field(default_factory=dict)
 
     def change(self, name: str) -> Tensor:
-        """Return how a parameter changed, in float64."""
+        """Return the change of a parameter, in float64."""
         return self.after[name].double() - self.before[name].double()
 
 
 @dataclass
 class Recording:
-    """A run that has ended."""
+    """A finished run."""
 
     directory: Path
     updates: list[Update]  # steps that changed weights
@@ -69,11 +69,11 @@ class Recording:
 
     @property
     def lines(self) -> list[dict]:
-        """The lines of metrics.jsonl."""
+        """Return the lines of metrics.jsonl."""
         return metrics(self.directory, clock=True)
 
     def column(self, name: str) -> list:
-        """Return a number of every line of metrics.jsonl that has it."""
+        """Return a number from every line of metrics.jsonl that has the number."""
         return [line[name] for line in self.lines if name in line]
 
     def checkpoint(self, step: int) -> Path:
@@ -89,8 +89,8 @@ class Recorder:
 
     def __enter__(self):
         self.updates = []
-        self.modules = {}  # names in the model that ran last
-        self.parameters = {}  # also
+        self.modules = {}  # names of the last model's modules
+        self.parameters = {}  # names of its parameters
         self.handles = [
             register_module_forward_pre_hook(self._before_module),
             register_module_forward_hook(self._after_module, with_kwargs=True),
@@ -106,7 +106,7 @@ class Recorder:
     def _before_module(self, module, _):
         if not isinstance(module, Spider):
             return
-        self.modules = {one: name for name, one in module.named_modules()}
+        self.modules = {submodule: name for name, submodule in module.named_modules()}
         self.parameters = {p: name for name, p in module.named_parameters()}
         self.current = Pass()
         if not module.training:
@@ -151,7 +151,7 @@ def parameters_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
 
 
 def recorded(directory: Path, argv: list[str]) -> Recording:
-    """Run train.py with these arguments, of which --ckpt_dir is `directory`."""
+    """Run train.py with these arguments and record it. `directory` must be the --ckpt_dir."""
     with Recorder() as recorder:
         assert command_line(argv) == 0
     return Recording(directory, recorder.updates)

@@ -1,6 +1,6 @@
-"""A CPU that stands in for a GPU: tensors tell Spider that they are on one, so that all code that
-asks takes its form for a GPU. The two kernels that no CPU has are replaced by references. The calls
-in which the host would wait for a GPU are recorded."""
+"""A CPU that stands in for a GPU. Tensors tell Spider's code that they are on a GPU, so the code
+takes its GPU branches. References replace the two kernels that CPUs lack. Calls in which the host
+would wait for a GPU are recorded."""
 
 import os
 import sys
@@ -19,7 +19,7 @@ ROOMS = [path for name in ("spider", "tests") for path in ROOT.glob(f"{name}/**"
 OURS = {str(path) for path in (ROOT, *ROOMS)}
 CPU = torch.device("cpu")
 GPU = torch.device("cuda")
-# Functions that read values on the host, copy from it, or whose result has a size that depends on
+# Functions that read values on the host or copy from the host, or whose result's size depends on
 # values
 WAITS = {
     *"__bool__ __float__ __index__ __int__ bincount cpu equal item masked_select multinomial "
@@ -29,12 +29,12 @@ WAITS = {
 
 @contextmanager
 def stand_in_gpu() -> Iterator["StandInGPU"]:
-    """Let all tensors be on a GPU inside, forward and backward."""
+    """Make all tensors appear to be on a GPU inside the block, forward and backward."""
     mode = StandInGPU()
     apply = BackwardCFunction.apply
 
     def apply_in_mode(*args):
-        with mode:  # which torch leaves for a backward pass
+        with mode:  # torch exits the mode in a backward pass
             return apply(*args)
 
     with pytest.MonkeyPatch.context() as patch, mode:
@@ -44,7 +44,7 @@ def stand_in_gpu() -> Iterator["StandInGPU"]:
 
 
 class StandInGPU(TorchFunctionMode):
-    """waits: the lines of the calls in which the host would wait."""
+    """waits: file, line and name of the calls in which the host would wait."""
 
     def __init__(self):
         super().__init__()
@@ -53,7 +53,7 @@ class StandInGPU(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         caller = sys._getframe(1)
-        # libraries see the CPU, also those in a virtual environment below this directory
+        # libraries see the CPU, even in a virtual environment below this directory
         if os.path.dirname(caller.f_code.co_filename) in OURS:
             if func == torch.Tensor.is_cuda.__get__:
                 return True
@@ -76,7 +76,7 @@ class StandInGPU(TorchFunctionMode):
 
 
 def waits(name: str, args: tuple, kwargs: dict) -> bool:
-    """Return whether the host waits for a GPU in a call of this function."""
+    """Return whether the host would wait for the GPU in this call."""
     if name == "to":
         given = (*args, *kwargs.values())
         copies = any(isinstance(value, torch.device) for value in given)
@@ -87,23 +87,23 @@ def waits(name: str, args: tuple, kwargs: dict) -> bool:
 
 
 def check_addresses(*operands: torch.Tensor):
-    """Check that rows begin at multiples of 16 bytes: the kernel reads as many at once."""
+    """Check that tokens begin at multiples of 16 bytes, since the kernel reads 16 bytes at once."""
     for t in operands:
         assert t.dtype == torch.bfloat16 and t.stride(2) == 1
         assert not any(numbers % 8 for numbers in (t.storage_offset(), t.stride(0), t.stride(1)))
 
 
 def varlen_attn(q, k, v, cu_seq_q, cu_seq_k, max_q, max_k, window_size):
-    """Attend causally inside each document by a mask over all rows, in place of the kernel:
-    [rows, heads, width] -> the same. The kernel leaves rows from max_q on as they are."""
-    row = torch.arange(len(q))
-    document = torch.searchsorted(cu_seq_q[1:], row, right=True)
-    distance = row[:, None] - row
+    """Attend causally within each document, with a mask over all tokens: [tokens, heads, width] ->
+    the same shape. The kernel does not write tokens from max_q on in a document: NaN here."""
+    token = torch.arange(len(q))
+    document = torch.searchsorted(cu_seq_q[1:], token, right=True)
+    distance = token[:, None] - token
     hidden = (document[:, None] != document) | (distance < 0)
     if window_size[0] >= 0:
         hidden |= distance > window_size[0]
     score = torch.einsum("qhd,khd->hqk", q.float(), k.float()) * q.shape[-1] ** -0.5
     weights = score.masked_fill(hidden, -torch.inf).softmax(-1)
     out = torch.einsum("hqk,khd->qhd", weights, v.float()).to(q.dtype)
-    is_computed = row - cu_seq_q.index_select(0, document) < max_q
+    is_computed = token - cu_seq_q.index_select(0, document) < max_q
     return torch.where(is_computed[:, None, None], out, torch.nan)

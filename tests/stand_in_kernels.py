@@ -1,4 +1,4 @@
-"""Plain operations in place of TileKernels, which need a GPU, and routings for tests of experts."""
+"""Plain operations in place of TileKernels, which need a GPU; routings for tests of experts."""
 
 import importlib.util
 import math
@@ -21,14 +21,14 @@ INSTALLED = pytest.mark.skipif(
 
 
 class Kernels:
-    """TileKernels as in their sources: the same requirements of arguments, results for NaN, an
-    order of their own inside an expert, and NaN where they write nothing. A fault on the device is
+    """TileKernels by their sources: the same requirements on arguments, results for NaN, an order
+    within an expert unlike ours, and NaN where the kernels write nothing. A fault on the device is
     an IndexError."""
 
     @staticmethod
     def topk_gate(scores, num_topk):
         assert scores.dim() == 2 and scores.is_contiguous() and scores.dtype == torch.float32
-        # a warp a row
+        # a warp of 32 lanes reads a row
         scores = F.pad(scores, (0, -scores.shape[1] % 32), value=-math.inf)
         chosen = []
         for _ in range(num_topk):
@@ -72,10 +72,10 @@ class Kernels:
         end = 0
         for expert in range(num_experts):
             slots = (topk_idx.flatten() == expert).nonzero().flatten().flip(0).int()
-            rows = slice(end, end + len(slots))
-            pos_to_expert[rows] = expert
-            pos_to_slot[rows] = slots
-            pos_to_token[rows] = slots // topk_idx.shape[1]
+            positions = slice(end, end + len(slots))
+            pos_to_expert[positions] = expert
+            pos_to_slot[positions] = slots
+            pos_to_token[positions] = slots // topk_idx.shape[1]
             slot_to_pos[slots] = torch.arange(end, end + len(slots), dtype=torch.int32)
             starts.append(end)
             end += -(-len(slots) // alignment) * alignment
@@ -98,9 +98,9 @@ class Kernels:
         assert x.is_contiguous() and token_topk_to_pos.is_contiguous()
         out = torch.full((len(pos_to_expert), x.shape[1]), math.nan, dtype=x.dtype)
         out[pos_to_expert < 0] = 0
-        has_row = token_topk_to_pos >= 0
+        has_position = token_topk_to_pos >= 0
         slots = x[:, None].expand(*token_topk_to_pos.shape, -1)
-        out[token_topk_to_pos[has_row]] = slots[has_row]
+        out[token_topk_to_pos[has_position]] = slots[has_position]
         return out
 
     @staticmethod
@@ -108,13 +108,13 @@ class Kernels:
         assert x.is_contiguous()
         assert x.shape[1] % tile_moe.TILE_WIDTH == 0
         assert topk_weights is None
-        rows = x[token_topk_to_pos].float().masked_fill((token_topk_to_pos < 0)[..., None], 0)
-        return rows.sum(1).to(x.dtype)
+        y = x[token_topk_to_pos].float().masked_fill((token_topk_to_pos < 0)[..., None], 0)
+        return y.sum(1).to(x.dtype)
 
 
 @pytest.fixture
 def kernels(monkeypatch):
-    """Make `tile` use the kernels above."""
+    """Make `tile` use these kernels."""
     monkeypatch.setattr(tile_moe, "operations", lambda: Kernels)
     monkeypatch.setattr(tile_moe, "TILE_WIDTH", D)
 

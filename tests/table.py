@@ -1,7 +1,7 @@
-"""Every flag of train.py and every field of SpiderConfig, with what fails if nothing reads it.
+"""Tables of train.py's flags and SpiderConfig's fields: what fails if the code ignores one.
 
-A new flag is a row of FLAGS, a new field of SpiderConfig is in a row of VARIANTS. test_flags.py and
-test_config.py name what has no row.
+A new flag needs a row in FLAGS; a new field must appear in a row of VARIANTS. test_flags.py and
+test_config.py report a flag or field without a row.
 """
 
 from typing import NamedTuple
@@ -10,14 +10,14 @@ import pytest
 
 
 class Row(NamedTuple):
-    """A flag: its values in golden runs, or "-", and its witness."""
+    """A flag: its values in golden runs, or "-" for the default, and its witness."""
 
     name: str
-    golden: str  # in all golden runs but those that override it
+    golden: str  # in all golden runs that do not override it
     everything: str  # in the golden run "everything"
-    # Without a witness, a golden value differs from the default, so that the numbers of a golden
-    # run change if the flag is ignored. A witness is the file of a test of the flag, or flags: a
-    # run of three steps with them differs from a run without this one.
+    # "-": a golden value differs from the default, so a golden run notices if the flag is ignored.
+    # File: the test file that has a test of the flag. Flags: a run of three steps with these flags
+    # differs from the run without this flag.
     witness: str
 
 
@@ -82,9 +82,9 @@ FLAGS = """
 """
 ROWS = [Row(*line.split(maxsplit=3)) for line in FLAGS.strip().splitlines()]
 
-# Variants of the small model, with components left out, added or changed: what small_config takes.
-# Each change of a row has an effect. The invariants of the model hold for all rows
-# (test_spider_model.py, test_decode.py, test_initial_values.py, test_export.py).
+# Arguments of small_config that remove, add or change components. Each change in a row has an
+# effect. The model's invariants hold for all rows (test_spider_model.py, test_decode.py,
+# test_initial_values.py, test_export.py).
 VARIANTS = {
     "everything": {},
     "words": dict(boundaries="words"),
@@ -137,7 +137,7 @@ VARIANTS = {
 
 EVERY_VARIANT = pytest.mark.parametrize("changes", VARIANTS.values(), ids=VARIANTS.keys())
 
-# For tests that take seconds: the variants whose components others have, too, are slow.
+# For tests that take seconds: variants whose components other variants cover are marked slow.
 SLOW = {
     "words",
     "one loop",

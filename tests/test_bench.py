@@ -1,4 +1,4 @@
-"""The benchmark: its tables, and that a step that it times is a whole one."""
+"""bench.py: its tables, and the step that it times."""
 
 import json
 import re
@@ -19,7 +19,7 @@ SMALL = ["--device=cpu", "--seq_len=32", "--micro_batch=2"]
 SMALL_1B = [*SMALL, "--model=1b", "--n_loops=2", f"--set={SIZES}"]
 
 
-def test_a_step_is_a_whole_one_and_leaves_the_weights_as_they_were(monkeypatch):
+def test_timed_step_runs_all_optimizers_and_keeps_the_weights(monkeypatch):
     world = World({}, torch.device("cpu"))
     plan, sources = bench.resolve_step(SMALL_1B, world)
     step = bench.Step(plan, sources, world)
@@ -43,8 +43,8 @@ def test_a_step_is_a_whole_one_and_leaves_the_weights_as_they_were(monkeypatch):
         torch.testing.assert_close(p, before[name], rtol=0, atol=1e-12)
 
 
-def test_the_batch_on_a_gpu_is_the_recommended_one(monkeypatch):
-    # which NVIDIA calls 141 GB
+def test_batch_on_an_h200_is_the_recommended_batch(monkeypatch):
+    # 139.8 GiB, which NVIDIA calls 141 GB
     monkeypatch.setattr(machine, "memory_of", lambda *_: 139.8 * (1 << 30))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: True)
@@ -62,7 +62,7 @@ def test_text_is_synthetic_unless_data_dir_is_given(shards):
     assert [str(source) for source in synthetic] != [str(source) for source in from_files]
 
 
-def test_overlapping_kernels_of_a_trace_count_once(tmp_path):
+def test_overlapping_kernels_in_a_trace_count_once(tmp_path):
     spans = (
         ("kernel", 1000, 2000),
         ("gpu_memcpy", 2500, 1000),
@@ -71,7 +71,7 @@ def test_overlapping_kernels_of_a_trace_count_once(tmp_path):
         ("gpu_user_annotation", 0, 90000),
         ("kernel", 1100, 10),
     )
-    events = [{"ph": "X", "cat": kind, "ts": start, "dur": length} for kind, start, length in spans]
+    events = [{"ph": "X", "cat": cat, "ts": start, "dur": length} for cat, start, length in spans]
     trace = tmp_path / "trace.json"
     trace.write_text(json.dumps(dict(traceEvents=[{"ph": "M", "name": "x"}, *events])))
     assert machine.read_trace(trace) == (3.0, 4)
@@ -79,7 +79,7 @@ def test_overlapping_kernels_of_a_trace_count_once(tmp_path):
 
 @pytest.mark.slow
 def test_machine_and_step_are_measured_on_a_cpu(monkeypatch, capsys):
-    # seconds
+    # a backend that compiles in seconds
     monkeypatch.setattr(
         Spider, "compile_layers", partialmethod(Spider.compile_layers, backend="aot_eager")
     )

@@ -47,9 +47,9 @@ PARSERS = {
 }
 
 # --------------------------------------------------------------------------------------------------
-# The start
+# Startup
 
-# Run train.py as a script. When it imports torch, print its allocator and press Ctrl-C.
+# Run train.py as a script. When it imports torch, print the allocator setting and press Ctrl-C.
 INTERRUPTED_AT_TORCH = """
 import builtins, os, runpy, signal, sys
 imported = builtins.__import__
@@ -64,9 +64,9 @@ runpy.run_path("train.py", run_name="__main__")
 """
 
 
-def test_an_installation_is_found_from_a_directory_that_holds_a_folder_called_data(tmp_path):
-    """It is the default --data_dir. Python takes such a folder for a package if nothing on its path
-    has the name."""
+def test_installed_project_is_found_next_to_a_folder_called_data(tmp_path):
+    """`data` is the default --data_dir. Python imports such a folder as a package unless its path
+    has a module of that name."""
     try:
         metadata.distribution("spider-trainer")
     except metadata.PackageNotFoundError:
@@ -83,7 +83,7 @@ def test_an_installation_is_found_from_a_directory_that_holds_a_folder_called_da
         ("--model=original", {}, "original", ["2048", "0.0003"]),
     ),
 )
-def test_help_has_the_defaults_of_the_recipe(flags, environ, recipe, defaults, capsys):
+def test_help_shows_the_defaults_of_the_recipe(flags, environ, recipe, defaults, capsys):
     with pytest.raises(SystemExit) as ended:
         train.parse_args([*flags.split(), "--help"], environ)
     words = " ".join(capsys.readouterr().out.split())
@@ -96,7 +96,7 @@ def test_help_has_the_defaults_of_the_recipe(flags, environ, recipe, defaults, c
     assert found == defaults
 
 
-def test_before_torch_is_imported_its_allocator_is_set_and_ctrl_c_needs_no_traceback(monkeypatch):
+def test_allocator_is_set_and_ctrl_c_is_quiet_before_torch_is_imported(monkeypatch):
     monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
     monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
     done = run_python(INTERRUPTED_AT_TORCH)
@@ -178,7 +178,7 @@ def test_flags_in_a_list_may_be_numbers():
 # Runs
 
 
-def test_a_run_in_a_thread_says_that_it_catches_no_signals_and_trains(train_small, new_log):
+def test_run_in_a_thread_warns_that_it_catches_no_signals(train_small, new_log):
     with ThreadPoolExecutor(1) as pool:
         pool.submit(train_small, steps=1).result()
     assert "this run is in a thread: signals" in new_log()
@@ -199,21 +199,21 @@ def text(in_tmp_path) -> Path:
     return path
 
 
-def test_a_text_is_prepared_once_and_its_run_resumes(text, monkeypatch):
+def test_text_is_prepared_once_and_its_run_resumes(text, monkeypatch):
     for steps in (1, 2):
         assert train.command_line([*TEXT.split(), f"--max_steps={steps}"]) == 0
         assert last_step(Path("checkpoints/a")) == steps
         monkeypatch.setattr(ShardWriter, "write", None)
 
 
-def test_a_text_that_was_prepared_by_hand_with_other_flags_is_used(text, new_log):
+def test_text_already_prepared_with_other_flags_is_used(text, new_log):
     (text.parent / "b.md").write_text("not read")
     prepare("in", "--val_fraction=0.5", "--ext=.txt", "--out=data/in")
     assert train.command_line([*TEXT.split(), "--text=in"]) == 0
     assert "data: 1,041 ids in data/in, 1,042 for validation" in new_log()
 
 
-def test_a_text_that_changed_or_is_another_one_is_refused_with_the_commands_for_it(text, capsys):
+def test_changed_or_different_text_is_refused_with_the_commands_to_use(text, capsys):
     prepare(text, "--out=data/a")
     Path("data/a-new").mkdir()
     shutil.copy2(text, "a.txt")
@@ -228,8 +228,8 @@ def test_a_text_that_changed_or_is_another_one_is_refused_with_the_commands_for_
         )
 
 
-def test_a_signal_while_a_text_is_prepared_ends_the_run_and_leaves_nothing(text, monkeypatch):
-    """The signal comes when the shards have their names."""
+def test_signal_while_preparing_a_text_stops_and_leaves_no_files(text, monkeypatch):
+    """The signal arrives after the shards got their final names."""
 
     def sync(path):
         if path == Path("data/a"):
@@ -240,7 +240,7 @@ def test_a_signal_while_a_text_is_prepared_ends_the_run_and_leaves_nothing(text,
     assert contents(Path("data/a")) == {}
 
 
-def test_one_of_several_ranks_prepares_a_text(text, run_on, tmp_path):
+def test_only_one_rank_prepares_a_text(text, run_on, tmp_path):
     run_on(2, TEXT.split())
     assert last_step(tmp_path / "checkpoints/a") == 1
 
@@ -260,7 +260,7 @@ LOGGED = (
 )
 
 
-def test_smoke_run_learns_and_leaves_a_checkpoint_and_metrics(tmp_path):
+def test_smoke_run_learns_and_saves_a_checkpoint_and_metrics(tmp_path):
     argv = "--mock_data --max_steps 20 --seq_len 128 --micro_batch 2 --eval_tokens 4096".split()
     done = command(*argv, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -282,7 +282,7 @@ def test_smoke_run_learns_and_leaves_a_checkpoint_and_metrics(tmp_path):
 
 
 @pytest.mark.slow
-def test_libraries_are_quiet_and_variables_of_the_environment_are_logged(tmp_path):
+def test_libraries_are_quiet_and_environment_variables_are_logged(tmp_path):
     flags = f"""
         --mock_data --max_steps 1 --micro_batch 2 --eval_every 0 --precision fp8
         --optimizer adamw8bit --set {SMALL}
@@ -296,7 +296,7 @@ def test_libraries_are_quiet_and_variables_of_the_environment_are_logged(tmp_pat
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("flags", ("", "--grad_accum 4 --n_loops 6", "--compile", "--fp8_experts"))
-def test_the_originals_fp8_commands_train_on_a_gpu(tmp_path, flags):
+def test_original_fp8_commands_train_on_a_gpu(tmp_path, flags):
     if not has_fp8(experts="experts" in flags):
         pytest.skip("this GPU has no FP8")
     flags += """
@@ -323,8 +323,8 @@ PRINTED = (
 )
 
 
-def test_dry_run_of_the_1b_model_prints_everything_and_takes_little_memory(tmp_path):
-    """The peak must be its own: the process that starts it has more in memory than the limit."""
+def test_dry_run_of_1b_prints_the_estimate_in_little_memory(tmp_path):
+    """The peak must not include the parent process, which holds more than the limit."""
     code = (
         "import sys, train; from spider import machine; status = train.command_line(sys.argv[1:]);"
         "print(machine.peak_memory(train.torch.device('cpu'))); sys.exit(status)"
@@ -341,7 +341,7 @@ def test_dry_run_of_the_1b_model_prints_everything_and_takes_little_memory(tmp_p
     assert not list(tmp_path.iterdir())
 
 
-def test_dry_run_finds_what_a_run_would_find_and_changes_no_run(trained, train_small, error_of):
+def test_dry_run_finds_the_errors_of_a_run_and_changes_no_run(trained, train_small, error_of):
     before = contents(trained)
     flags = ("--dry_run --ckpt_dir", trained)
     assert "hidden_size is 32, not 64" in error_of(*flags, "--set hidden_size=64")

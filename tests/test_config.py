@@ -1,5 +1,5 @@
-"""SpiderConfig: every field is read; refused values name their field; a model of accepted ones
-trains."""
+"""SpiderConfig: every field has an effect, valid values give a model that trains, and errors name
+the field."""
 
 import dataclasses
 import math
@@ -22,7 +22,7 @@ def range_of(field: dataclasses.Field) -> tuple[float, float]:
 
 
 @pytest.mark.parametrize("field", FIELDS, ids=lambda field: field.name)
-def test_value_out_of_range_or_of_another_type_is_refused_by_the_fields_name(field):
+def test_error_for_a_bad_value_or_type_names_the_field(field):
     wrong = [None, {}]
     if type(field.default) in (int, float):
         low, high = range_of(field)
@@ -33,12 +33,12 @@ def test_value_out_of_range_or_of_another_type_is_refused_by_the_fields_name(fie
 
 
 # --------------------------------------------------------------------------------------------------
-# Every field is read
+# Every field has an effect
 
 
 @cache
 def effect_of(**changes) -> dict[str, Tensor]:
-    """Return what an awake small model has and computes, by name."""
+    """Return the weights, losses and logits of a small model, by name."""
     model = awake(small_config(**changes))
     ids = text(2, 48)
     out = model(ids, ids, noise_seed=0)
@@ -54,13 +54,13 @@ CHANGES = [
 
 
 @pytest.mark.parametrize("field, changes", CHANGES)
-def test_a_field_in_a_row_of_the_table_has_an_effect(field, changes):
+def test_field_of_a_variant_has_an_effect(field, changes):
     """If a new field fails here, nothing reads it."""
     others = {name: value for name, value in changes.items() if name != field}
     try:
         expected = effect_of(**others)
     except ValueError:
-        return  # the other fields need it
+        return  # the other fields are invalid without it
     found = effect_of(**changes)
     same = found.keys() == expected.keys() and all(
         found[name].shape == expected[name].shape and torch.equal(found[name], expected[name])
@@ -70,22 +70,22 @@ def test_a_field_in_a_row_of_the_table_has_an_effect(field, changes):
 
 
 def is_switch(field: dataclasses.Field) -> bool:
-    """Return whether a field turns something off by False, 0 or an empty tuple. A rate or a weight
-    of the loss counts only if that is its default."""
-    kind = type(field.default)
+    """Return whether False, 0 or an empty tuple switches a field off. Rates and loss weights count
+    only if off is their default."""
+    type_ = type(field.default)
     try:
-        small_config(**{field.name: kind()})
+        small_config(**{field.name: type_()})
     except ValueError:
         return False
-    return kind in (bool, int, tuple) or not field.default
+    return type_ in (bool, int, tuple) or not field.default
 
 
 @pytest.mark.parametrize("field", FIELDS, ids=lambda field: field.name)
-def test_every_field_has_a_row_in_the_table_and_a_switch_both_values(field):
+def test_variants_change_every_field_and_set_switches_on_and_off(field):
     small = vars(small_config())[field.name]
     values = {small} | {row[field.name] for row in VARIANTS.values() if field.name in row}
     missing = (
-        f"{field.name}: add a row with another value than {small!r} to VARIANTS, tests/table.py"
+        f"{field.name}: add a row with a value other than {small!r} to VARIANTS in tests/table.py"
     )
     assert len(values | {field.default}) > 1, missing
     if is_switch(field):
@@ -105,7 +105,7 @@ NUMBERS = [
 
 
 @pytest.mark.parametrize("field", NUMBERS)
-def test_number_at_its_upper_bound_makes_a_model_or_is_refused_by_its_name(field):
+def test_number_at_its_upper_bound_gives_a_model_or_an_error_with_its_name(field):
     name = field.name
     most = range_of(field)[1]
     changes = {name: most}
@@ -121,7 +121,7 @@ def test_number_at_its_upper_bound_makes_a_model_or_is_refused_by_its_name(field
             assert all(p.numel() < 1 << 60 for p in Spider(config).parameters())
 
 
-# sizes that make a model, and a change of them that a rule refuses
+# sizes that give a valid model, and a change to them that breaks a rule
 RULES = (
     ({}, dict(hidden_size=40)),
     ({}, dict(moe_intermediate_size=40)),
@@ -144,7 +144,7 @@ RULES = (
 
 
 @pytest.mark.parametrize("sizes, change", RULES, ids=str)
-def test_a_model_of_accepted_sizes_trains_and_a_rule_refuses_others_by_name(sizes, change):
+def test_valid_sizes_train_and_a_broken_rule_is_refused_by_name(sizes, change):
     model = awake(small_config(**sizes))
     ids = text(2, 24)
     model(ids, ids, noise_seed=0).loss.backward()
@@ -153,17 +153,17 @@ def test_a_model_of_accepted_sizes_trains_and_a_rule_refuses_others_by_name(size
         small_config(**sizes | change)
 
 
-def test_unknown_preset_is_refused_with_the_names_of_all():
+def test_error_for_an_unknown_preset_lists_all_presets():
     with pytest.raises(ValueError, match=f"'huge' is not one of {', '.join(PRESETS)}"):
         SpiderConfig.preset("huge")
 
 
-def test_saved_config_is_read_and_unknown_fields_are_named():
+def test_saved_configs_old_and_new_load_and_unknown_fields_are_named():
     config = small_config(boundaries="learned")
     assert SpiderConfig.from_saved(dataclasses.asdict(config)) == config
     assert not config.changed("act=False").act
     lookups = "engram_layers=,engram_contexts=,engram_byte_contexts=,engram_match_contexts="
-    assert config.changed(lookups).reach == 2  # which the ends of words take
+    assert config.changed(lookups).reach == 2  # needed to find the ends of words
     before = dict(engram_orders=[3], engram_byte_orders=[1, 2])
     before |= dict(engram_match_orders=[3, 12], engram_match_words=[1])
     assert SpiderConfig.from_saved(before).engram_byte_contexts == ("1", "2")

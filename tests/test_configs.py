@@ -1,4 +1,4 @@
-"""The files of configs/ are understood by train.py, and the scripts of runs/ do what they say."""
+"""train.py accepts the files of configs/, and the scripts of runs/ do what they promise."""
 
 import os
 import re
@@ -19,7 +19,7 @@ CONFIGS = sorted((ROOT / "configs").glob("*.toml"))
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.stem)
-def test_a_dry_run_accepts_every_value_of_a_config(config, tmp_path):
+def test_dry_run_accepts_every_config(config, tmp_path):
     flags = "--mock_data --device cpu --shards 1 --dry_run"
     argv = ["--config", str(config), *flags.split(), "--set", SMALL, "--ckpt_dir", str(tmp_path)]
     assert command_line(argv) == 0
@@ -33,8 +33,8 @@ def test_every_name_in_a_config_is_a_flag(config):
 
 
 def start_script(name: str, directory: Path, flags: str) -> subprocess.Popen:
-    """Start a script of runs/ in this environment, without a network. The files of directory/bin
-    are found before other programs."""
+    """Start a script of runs/ in this environment, without a network. Programs in directory/bin
+    come first on the PATH."""
     path = [directory / "bin", Path(sys.executable).parent, os.environ["PATH"]]
     changes = dict(
         SPIDER_DIR=str(directory),
@@ -68,10 +68,8 @@ def write_program(path: Path, command: str):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("text", "prompt"), [("shakespeare", "ROMEO:"), ("python-docs", "The ")])
-def test_shakespeare_trains_measures_and_talks_and_a_second_run_keeps_what_is_done(
-    text, prompt, tmp_path
-):
-    """Without a network it learns from the text that it finds, or else from Python's."""
+def test_shakespeare_trains_evaluates_and_samples_and_a_rerun_adds_nothing(text, prompt, tmp_path):
+    """Without a network it trains on the text it finds, else on Python's documentation."""
     if text == "shakespeare":
         found = tmp_path / "data" / "shakespeare.txt"  # where the script looks before it downloads
         found.parent.mkdir()
@@ -87,14 +85,14 @@ def test_shakespeare_trains_measures_and_talks_and_a_second_run_keeps_what_is_do
     assert (run / "metrics.jsonl").read_text() == lines
 
 
-def test_fineweb_without_a_gpu_is_one_line(tmp_path):
+def test_fineweb_without_a_gpu_ends_with_one_line(tmp_path):
     write_program(tmp_path / "bin" / "nvidia-smi", "echo NVIDIA-SMI has failed; exit 9")
     out, err = run_script("fineweb.sh", tmp_path, status=2)
     assert out == "" and "lists no GPU" in err and err.count("\n") == 1
 
 
 @pytest.mark.slow
-def test_fineweb_prepares_trains_and_exports_with_stand_ins_for_hub_and_gpu(tmp_path):
+def test_fineweb_prepares_trains_and_exports_with_a_stand_in_hub_and_gpu(tmp_path):
     parquet = pytest.importorskip("pyarrow.parquet")
     import pyarrow
 
@@ -117,14 +115,14 @@ def test_fineweb_prepares_trains_and_exports_with_stand_ins_for_hub_and_gpu(tmp_
 
 
 # --------------------------------------------------------------------------------------------------
-# runs/first_gpu.sh, with a stand-in for Python: the GPU works while the file `gpu` exists
+# runs/first_gpu.sh, with a stand-in for Python: the GPU works as long as the file `gpu` exists
 
 PYTHON = """
 [ "$1" = -c ] && exec cat "$SPIDER_DIR/gpu"
 echo "$*" >> "$SPIDER_DIR/commands"
 [ -e "$SPIDER_DIR/repaired" ] && exit 0
 case "$*" in
-    *test_tile_moe.py) sleep 0.3; kill -ALRM $PPID; exec sleep 60 ;;  # as timeout itself, later
+    *test_tile_moe.py) sleep 0.3; kill -ALRM $PPID; exec sleep 60 ;;  # as timeout does, later
     train.py*"--precision fp8"*) echo "error: a reason"; exit 3 ;;
     *test_train.py) grep "^eager  *passed" "$SPIDER_DIR/results/summary.txt"; exit ;;
     *test_command_line.py) rm "$SPIDER_DIR/gpu"; exit 1 ;;
@@ -140,13 +138,13 @@ ALL = """
 
 
 def rows_of(directory: Path) -> dict[str, str]:
-    """Return the rows of the table in the directory of results, by name."""
+    """Return the rows of the table of results, by name."""
     table = (directory / "results" / "summary.txt").read_text().split("\n\n")[1]
     return {line[:20].rstrip(): line[21:].rstrip() for line in table.splitlines()}
 
 
 def check_command(line: str):
-    """Check that a script takes its flags."""
+    """Check that the script of a command accepts its flags."""
     script, *flags = line.split()
     if script == "bench.py":
         assert flags[:2] in (["--only", "machine"], ["--only", "step"])
@@ -157,7 +155,7 @@ def check_command(line: str):
         assert line.startswith("-m pytest -q -m gpu -rs tests/")
 
 
-def test_first_gpu_runs_everything_in_order_past_failures_and_then_what_has_not_passed(tmp_path):
+def test_first_gpu_continues_past_failures_and_a_rerun_does_the_rest(tmp_path):
     write_program(tmp_path / "bin" / "python", PYTHON)
     write_program(tmp_path / "bin" / "compute-sanitizer", 'shift 3; exec "$@"')
     (tmp_path / "gpu").write_text("not installed: tile_kernels\nTrue\n")
@@ -179,12 +177,12 @@ def test_first_gpu_runs_everything_in_order_past_failures_and_then_what_has_not_
     run_script("first_gpu.sh", tmp_path, f"{tmp_path}/results")
     assert all(row.startswith("passed") for row in rows_of(tmp_path).values())
     commands = (tmp_path / "commands").read_text().splitlines()
-    assert len(commands) - len(first) == 3 + 1  # what failed, what was not run
+    assert len(commands) - len(first) == 3 + 1  # failed, not run
     for line in commands:
         check_command(line)
 
 
-def test_first_gpu_runs_each_file_with_tests_that_need_a_gpu_and_its_names_are_explained():
+def test_first_gpu_runs_every_file_with_gpu_tests_and_docs_explain_it():
     marked = {
         path.stem
         for path in ROOT.glob("tests/**/test_*.py")
@@ -198,15 +196,15 @@ def test_first_gpu_runs_each_file_with_tests_that_need_a_gpu_and_its_names_are_e
 @pytest.mark.parametrize(
     "results, fragment", (("results", "nvidia-smi: cat: "), ("bin", "name a new directory"))
 )
-def test_first_gpu_without_a_gpu_or_a_directory_of_its_own_is_one_line(results, fragment, tmp_path):
+def test_first_gpu_without_a_gpu_or_a_new_directory_ends_with_one_line(results, fragment, tmp_path):
     write_program(tmp_path / "bin" / "python", PYTHON)
     out, err = run_script("first_gpu.sh", tmp_path, f"{tmp_path}/{results}", status=2)
     assert out == "" and err.count("\n") == 1 and fragment in err
     assert os.listdir(tmp_path) == ["bin"]
 
 
-def test_a_signal_to_first_gpu_ends_the_command_that_runs(tmp_path):
-    # without a process of its own in the trap: `timeout` sends the signal twice
+def test_signal_to_first_gpu_stops_the_running_command(tmp_path):
+    # the trap starts no process, because `timeout` sends the signal twice
     waits = """trap ': > "$SPIDER_DIR/ended"; exit' TERM
 touch "$SPIDER_DIR/started"
 while :; do sleep 0.1; done"""

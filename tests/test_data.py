@@ -1,5 +1,4 @@
-"""data.py: shards of any origin, the order of training, batches, validation rows, verify and
-show."""
+"""data.py: shards of any origin, training order, batches, validation data, verify and show."""
 
 import hashlib
 import json
@@ -36,8 +35,8 @@ from tokenizer import BOS_ID, EOS_ID, PAD_ID, VOCAB_SIZE
 # Order
 
 
-def test_order_never_changes():
-    """Checkpoints resume with the sequences that come next, whatever version saved them."""
+def test_training_order_never_changes():
+    """A checkpoint must resume with the next sequences, whichever version saved it."""
     one = Loader([source(range(251))], 16, 1)
     mixture = Loader([source(range(251), weight=0.7), source(range(20, 200), weight=0.3)], 16, 1)
     mock = Loader([mock_source(1)], 64, 1)
@@ -54,7 +53,7 @@ def test_order_never_changes():
 
 @pytest.mark.parametrize("first", (30, BLOCK - 7))
 @pytest.mark.parametrize("micro_batch, grad_accum, ranks", [(4, 4, 1), (1, 8, 2)])
-def test_global_batch_is_the_same_on_any_ranks_and_micro_steps(
+def test_global_batch_is_independent_of_ranks_and_micro_steps(
     micro_batch, grad_accum, ranks, first
 ):
     loader = Loader([source(range(200)), source(range(50, 250), name="t", weight=0.5)], 8, 5)
@@ -78,7 +77,7 @@ MIXTURES = st.lists(st.tuples(st.integers(1, 80), st.integers(1, 9)), min_size=1
 def test_every_epoch_of_a_source_covers_each_target_exactly_once(mixture, draw, block, seed):
     seq_len = draw.draw(st.integers(1, min(targets for targets, _ in mixture)))
     sources = []
-    for k, (targets, weight) in enumerate(mixture):  # source k has the ids from 81 k on
+    for k, (targets, weight) in enumerate(mixture):  # the ids of source k start at 81 k
         ids = range(81 * k, 81 * k + targets + 1)
         sources.append(source(ids, name=str(k), weight=weight))
     loader = Loader(sources, seq_len, seed, block)
@@ -88,17 +87,17 @@ def test_every_epoch_of_a_source_covers_each_target_exactly_once(mixture, draw, 
     counted = labels != -100
     assert (ids[counted] == labels[counted] - 1).all()
     assert (ids[~counted] == PAD_ID).all()
-    assert (counted[:, 1:] <= counted[:, :-1]).all()  # a short window is filled at its end
-    rows_of = [[] for _ in mixture]
-    for row in labels.tolist():
-        rows_of[row[0] // 81].append([target for target in row if target != -100])
-    for k, ((targets, _), rows) in enumerate(zip(mixture, rows_of, strict=True)):
+    assert (counted[:, 1:] <= counted[:, :-1]).all()  # a short window is padded at its end
+    sequences_of = [[] for _ in mixture]
+    for sequence in labels.tolist():
+        sequences_of[sequence[0] // 81].append([target for target in sequence if target != -100])
+    for k, ((targets, _), sequences) in enumerate(zip(mixture, sequences_of, strict=True)):
         windows = -(-targets // seq_len)
-        assert loader.epochs(600)[k] == len(rows) // windows
-        for start in range(0, len(rows), windows):
-            read = sorted(sum(rows[start : start + windows], []))
+        assert loader.epochs(600)[k] == len(sequences) // windows
+        for start in range(0, len(sequences), windows):
+            read = sorted(sum(sequences[start : start + windows], []))
             assert len(set(read)) == len(read)
-            if start + windows <= len(rows):
+            if start + windows <= len(sequences):
                 assert read == list(range(81 * k + 1, 81 * k + targets + 1))
     if len(mixture) == 1:
         assert loader.epoch(600) == 600 // windows
@@ -131,9 +130,9 @@ def test_feed_fetches_the_next_step_ahead(monkeypatch):
         prefetcher.take()
 
 
-def test_batches_for_a_gpu_are_copied_from_pinned_memory_without_waiting(monkeypatch):
-    """A stand-in for a copy: the tensor on the device is complete one step later. No other stream
-    is made, since a step would not wait for its copies."""
+def test_gpu_batches_are_copied_from_pinned_memory_asynchronously(monkeypatch):
+    """The stand-in for a copy fills the tensor on the device one step later. Prefetcher must not make a
+    CUDA stream, because a step would not wait for copies in another stream."""
     copies = []
 
     def to(pinned, device, non_blocking):
@@ -149,7 +148,7 @@ def test_batches_for_a_gpu_are_copied_from_pinned_memory_without_waiting(monkeyp
         patch.setattr(torch.Tensor, "to", to)
         [copied] = Prefetcher(made, None, 0, torch.device("cuda"), 0, 0).fetched.result()
     assert len(copies) == 3
-    assert copies[0][1] is not batch.ids  # but its copy in pinned memory
+    assert copies[0][1] is not batch.ids  # the source is a copy in pinned memory
     for on_device, pinned in copies:
         on_device.copy_(pinned)
     assert_same(vars(copied), vars(batch))
@@ -170,16 +169,16 @@ Prefetcher(Slow(), None, 0, torch.device("cpu"), 0, 0)
 """
 
 
-def test_process_that_ends_while_a_step_is_fetched_succeeds():
+def test_process_can_exit_while_a_step_is_fetched():
     done = run_python(FETCH_AT_THE_END)
     assert (done.returncode, done.stderr) == (0, "")
 
 
 # --------------------------------------------------------------------------------------------------
-# Validation rows
+# Validation data
 
 
-def test_validation_targets_are_shared_by_weight_among_sources_that_have_some():
+def test_validation_targets_are_split_by_weight_among_sources_with_any():
     a = source(range(9), range(50), "a", 3.0)
     b = source(range(9), range(100, 106), "b", 1.0)
     without = source(range(9), [], "none", 4.0)
@@ -190,10 +189,10 @@ def test_validation_targets_are_shared_by_weight_among_sources_that_have_some():
         return {name: labels[labels != -100].tolist() for name, (_, labels) in sets.items()}
 
     for seq_len in (4, 7):
-        shared = dict(a=[*range(1, 13)], b=[*range(101, 105)])
-        assert targets([a, without, b], seq_len, 32) == shared
+        expected = dict(a=[*range(1, 13)], b=[*range(101, 105)])
+        assert targets([a, without, b], seq_len, 32) == expected
     assert targets([a, padding, b], 4, 1000) == dict(a=[*range(1, 50)], b=[*range(101, 106)])
-    assert targets([a, b], 4, 2) == dict(a=[1, 2])  # 1.5 and 0.5
+    assert targets([a, b], 4, 2) == dict(a=[1, 2])  # 1.5 and 0.5 targets, rounded
     for val, tokens in (([], 10), ([1, 2], 0)):
         with pytest.raises(errors.DataError, match="s: no validation data"):
             validation_sets([source([1, 2], val)], 4, tokens)
@@ -203,8 +202,8 @@ def test_validation_targets_are_shared_by_weight_among_sources_that_have_some():
 # Shards and sources
 
 
-def test_shards_of_others_are_read_once_from_nested_and_linked_folders_in_order(tmp_path):
-    """By every path, the links of a directory to itself would lead to 2^40 directories."""
+def test_foreign_shards_in_nested_linked_folders_are_read_once_in_order(tmp_path):
+    """Following the links to the root along every path would visit 2^40 directories."""
     shards = tmp_path / "shards"
     write_shard(shards / "b/part-2.bin", [5, 6])
     write_shard(shards / "b/part-10.bin", [3, 4])
@@ -217,9 +216,9 @@ def test_shards_of_others_are_read_once_from_nested_and_linked_folders_in_order(
     for name in ("b/again", "b/1", "b/2"):
         (shards / name).symlink_to(shards)
     (shards / "b/z.bin").symlink_to(shards / "a.bin")
-    (shards / "0").symlink_to(shards / "b")  # b is read by this name, since it comes first
+    (shards / "0").symlink_to(shards / "b")  # b is read under this name, which sorts first
     for name, text in (("metadata.json", '{"shards": 14}'), ("b/metadata.json", "null")):
-        (shards / name).write_text(text)  # by other programs
+        (shards / name).write_text(text)  # written by other programs
     [found] = open_data(f"{shards}//")
     assert found.train.read(0, 6).tolist() == [3, 4, 5, 6, 1, 2]
     assert found.train.where(0) == f"{shards}/0/part-10.bin: byte offset 0"
@@ -227,8 +226,8 @@ def test_shards_of_others_are_read_once_from_nested_and_linked_folders_in_order(
     assert found.val.read(0, 3).tolist() == [7, 8, 9]
 
 
-def test_without_a_validation_shard_the_last_hundredth_is_held_out(tmp_path):
-    """At most ten million ids; the zeros take no room on the disk."""
+def test_without_validation_shards_the_last_hundredth_is_held_out(tmp_path):
+    """The limit is ten million ids. The file of zeros is sparse and takes no disk space."""
     write_shard(tmp_path / "a.bin", np.arange(1000))
     write_shard(tmp_path / "b.bin", np.arange(1000, 1005))
     [found] = open_data(str(tmp_path))
@@ -243,16 +242,16 @@ def test_without_a_validation_shard_the_last_hundredth_is_held_out(tmp_path):
     assert len(open_data(str(tmp_path))[0].val) == 10_000_000
 
 
-def test_mixture_names_directories_and_weights(tmp_path, in_tmp_path):
+def test_mixture_is_parsed_into_directories_and_weights(tmp_path, in_tmp_path):
     for name in ("web", "code", "a:1"):
         write_shard(tmp_path / name / "x.bin", range(200))
     found = [(source.name, source.weight) for source in open_data("web:3,code:1")]
     assert found == [("web", 0.75), ("code", 0.25)]
-    [directory] = open_data("a:1")  # there is a directory of this name
+    [directory] = open_data("a:1")  # a directory has this name
     assert (directory.name, directory.weight) == ("a:1", 1.0)
 
 
-def test_limit_of_open_files_is_raised_as_far_as_the_system_allows(shards, monkeypatch):
+def test_open_file_limit_is_raised_as_far_as_the_system_allows(shards, monkeypatch):
     """macOS reports no hard limit, but may refuse more than 61,440 files."""
     limits = []
 
@@ -277,7 +276,7 @@ def listing(**shards) -> bytes:
     return json.dumps(dict(vocab_size=VOCAB_SIZE, **shards)).encode()
 
 
-def test_metadata_decides_which_shards_validate(tmp_path):
+def test_metadata_decides_which_shards_are_for_validation(tmp_path):
     write_shard(tmp_path / "one.bin", [1, 2])
     write_shard(tmp_path / "value.bin", [3])
     entries = [ENTRY | dict(name="one.bin", split="val"), ENTRY | dict(name="value.bin", ids=1)]
@@ -288,7 +287,7 @@ def test_metadata_decides_which_shards_validate(tmp_path):
 
 
 # --------------------------------------------------------------------------------------------------
-# Refusals
+# Errors
 
 SHARD = b"\1\0\2\0"
 
@@ -297,7 +296,7 @@ def metadata(text: bytes) -> dict[str, bytes]:
     return {"d/t.bin": SHARD, "d/metadata.json": text}
 
 
-# (files by name, a command of data.py, a fragment of the error)
+# (files by name, arguments of data.py, a fragment of the error)
 REFUSALS = [
     ({}, "show d", "d: not a directory of shards; to train on a text: python train.py --text FILE"),
     (
@@ -375,7 +374,9 @@ REFUSALS = [
 
 
 @pytest.mark.parametrize("files, command, message", REFUSALS)
-def test_bad_data_or_command_is_one_line(in_tmp_path, monkeypatch, capsys, files, command, message):
+def test_bad_data_or_command_gives_one_line(
+    in_tmp_path, monkeypatch, capsys, files, command, message
+):
     monkeypatch.setattr(sys, "stdin", None)
     for name, content in files.items():
         Path(name).parent.mkdir(parents=True, exist_ok=True)
@@ -385,9 +386,7 @@ def test_bad_data_or_command_is_one_line(in_tmp_path, monkeypatch, capsys, files
 
 
 @pytest.mark.parametrize("make", (os.mkfifo, lambda path: path.symlink_to("/dev/zero")))
-def test_special_file_in_place_of_metadata_or_a_shard_is_refused_and_not_waited_for(
-    in_tmp_path, capsys, make
-):
+def test_special_file_as_metadata_or_shard_is_refused_without_blocking(in_tmp_path, capsys, make):
     write_shard("m/u.bin", [1, 2])
     make(Path("m/metadata.json"))
     assert "m/metadata.json: not a regular file" in error_line(capsys, "verify m")
@@ -430,7 +429,7 @@ def test_verify_reports_each_damaged_shard(prepared, capsys):
         open_data("o")
 
 
-def test_verify_needs_the_shards_that_metadata_lists_but_no_metadata(prepared, capsys):
+def test_verify_requires_listed_shards_but_no_metadata(prepared, capsys):
     prepared.unlink()
     assert "o/train-00001.bin: missing" in error_line(capsys, "verify o")
     Path("o/metadata.json").unlink()
@@ -443,7 +442,7 @@ def test_verify_needs_the_shards_that_metadata_lists_but_no_metadata(prepared, c
 
 
 def test_show_prints_the_sequences_that_the_loader_reads(in_tmp_path, capsys):
-    # every id, and bytes that are no UTF-8
+    # all ids, and bytes that are not UTF-8
     ids = np.random.default_rng(0).integers(0, VOCAB_SIZE, 1500)
     write_shard("a/1.bin", ids[:500])
     write_shard("a/2.bin", ids[500:900])
@@ -454,10 +453,10 @@ def test_show_prints_the_sequences_that_the_loader_reads(in_tmp_path, capsys):
     input_ids, labels = loader.rows(np.arange(20, 80))
     shown = zip(lines[::2], lines[1::2], input_ids, labels, strict=True)
     for g, (head, text, inputs, targets) in enumerate(shown, 20):
-        row = [int(inputs[0]), *targets.masked_fill(targets < 0, PAD_ID).tolist()]
-        assert text == "    " + errors.printable(row)
+        sequence = [int(inputs[0]), *targets.masked_fill(targets < 0, PAD_ID).tolist()]
+        assert text == "    " + errors.printable(sequence)
         name, path, offset = re.fullmatch(r".*, (.), (.*): byte offset (.*)", head).groups()
         assert head.startswith(f"{g}: epoch {loader.epochs(g)['ab'.index(name)]}, {path[0]}, ")
-        assert np.fromfile(path, "<u2", 1, offset=int(offset))[0] == row[0]
+        assert np.fromfile(path, "<u2", 1, offset=int(offset))[0] == sequence[0]
     assert run_data("show --mock_data --seed 7") == 0
     assert capsys.readouterr().out.startswith("0: epoch 0, mock, mock data: byte offset ")

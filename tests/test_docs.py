@@ -1,6 +1,6 @@
-"""README, docs and the scripts of runs/ name only what exists: links, paths, modules, flags.
+"""README, docs, configs and scripts name only existing links, paths, modules and flags.
 
-What is written in several files agrees: the range of torch, the systems that are supported."""
+Facts that several files state agree: torch's range, the test command, the supported systems."""
 
 import contextlib
 import importlib
@@ -19,7 +19,7 @@ from spider.config import SpiderConfig
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
 WITH_COMMANDS = [*PAGES, *sorted(ROOT.glob("runs/*.sh")), *sorted(ROOT.glob("configs/*.toml"))]
 ENTRIES = {"train": "command_line", "sample": "main", "data": "main", "bench": "main"}
-# a command of an older commit stands in a line that says so
+# marks a line with a command of an older commit
 FORMER = re.compile(r"commit|earlier|not kept|then\)")
 
 
@@ -36,7 +36,7 @@ def anchors(page) -> set[str]:
 
 @cache
 def flags_of(script: str, command: str = "") -> set[str]:
-    """Return the flags in the help of a script, or of one of its commands."""
+    """Return the flags in the --help of a script, or of one of its commands."""
     out = StringIO()
     with contextlib.redirect_stdout(out), contextlib.suppress(SystemExit):
         getattr(importlib.import_module(script), ENTRIES[script])(
@@ -48,8 +48,7 @@ def flags_of(script: str, command: str = "") -> set[str]:
 
 
 def commands(page) -> list[tuple[str, str]]:
-    """Return (script, arguments) of every command of ours in a page; what follows a comment or a
-    pipe is left out."""
+    """Return (script, arguments) of each of our commands in a page, up to a comment or a pipe."""
     text = page.read_text().replace("\\\n", " ")
     lines = [line for line in text.splitlines() if not FORMER.search(line)]
     return [
@@ -61,7 +60,7 @@ def commands(page) -> list[tuple[str, str]]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_every_relative_link_leads_to_a_file_and_a_heading(page):
+def test_relative_links_lead_to_existing_files_and_headings(page):
     for target in re.findall(r"\]\(([^)\s]+)\)", prose(page)):
         if "://" in target:
             continue
@@ -72,17 +71,17 @@ def test_every_relative_link_leads_to_a_file_and_a_heading(page):
 
 
 @pytest.mark.parametrize("page", WITH_COMMANDS, ids=lambda page: page.name)
-def test_every_path_of_the_project_that_a_page_names_exists(page):
+def test_project_paths_in_pages_exist(page):
     folders = "docs|tests|spider|configs|runs"
     for path in re.findall(rf"(?<![\w/.-])((?:{folders})/[\w/.-]*\w)", page.read_text()):
         assert (ROOT / path).exists() or list(ROOT.glob(f"{path}*")) or "cuda" in path, path
 
 
-def test_the_tree_has_a_line_for_every_script_module_and_folder_and_for_nothing_else():
+def test_file_tree_lists_exactly_the_scripts_modules_and_folders():
     tree = (ROOT / "CONTRIBUTING.md").read_text().split("## What is where\n")[1].split("\n## ")[0]
     listed = [line for line in tree.splitlines() if line.startswith("    ")]
     names = [line.split()[0] for line in listed]
-    assert all(len(line.split()) > 3 for line in listed)  # and words for it
+    assert all(len(line.split()) > 3 for line in listed)  # each with a description
     files = [*ROOT.glob("*.py"), *ROOT.glob("spider/**/*.py")]
     modules = [path.name for path in files if path.name != "__init__.py"]
     rooms = [f"{path.parent.name}/" for path in ROOT.glob("spider/*/__init__.py")]
@@ -91,7 +90,7 @@ def test_the_tree_has_a_line_for_every_script_module_and_folder_and_for_nothing_
 
 
 @pytest.mark.parametrize("page", WITH_COMMANDS, ids=lambda page: page.name)
-def test_every_flag_in_a_command_is_one_of_its_script(page):
+def test_flags_in_commands_exist_in_their_script(page):
     for script, rest in commands(page):
         command = (
             (re.match(r" (prepare|verify|show)\b", rest) or [""])[0].strip()
@@ -111,14 +110,14 @@ def test_every_flag_in_a_command_is_one_of_its_script(page):
     [page for page in WITH_COMMANDS if "results" not in page.parts],
     ids=lambda page: page.name,
 )
-def test_every_command_that_trains_has_a_directory_of_its_own(page):
-    """In the default one it would resume whatever was trained there before."""
+def test_every_training_command_has_its_own_ckpt_dir(page):
+    """In the default directory it would resume whatever was trained there before."""
     for script, rest in commands(page):
         if script == "train" and "--data_dir" in rest:
             assert re.search("--(ckpt_dir|mock_data|help|dry_run)", rest), rest
 
 
-def test_every_part_that_the_guide_switches_off_can_be():
+def test_switches_in_the_training_guide_change_the_model():
     table = (
         (ROOT / "docs/guide/training.md")
         .read_text()
@@ -131,7 +130,7 @@ def test_every_part_that_the_guide_switches_off_can_be():
         assert resolved("--model", "base", "--set", change).config != SpiderConfig.preset("base")
 
 
-def test_the_range_of_torch_is_the_same_in_pyproject_the_install_commands_and_ci():
+def test_torch_range_agrees_in_pyproject_install_commands_and_ci():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     (torch,) = [name for name in project["dependencies"] if re.match(r"torch\W", name)]
     for page in ("README.md", "runs/shakespeare.sh"):
@@ -144,14 +143,14 @@ def test_the_range_of_torch_is_the_same_in_pyproject_the_install_commands_and_ci
     assert f">={ends[0]['python']}" == project["requires-python"]
 
 
-def test_ci_runs_the_test_command_of_readme():
+def test_ci_runs_the_test_command_of_the_readme():
     readme = (ROOT / "README.md").read_text()
     (command,) = re.findall(r"^    (pip install .* && pytest.*)$", readme, re.MULTILINE)
     assert {*command.split(" && ")} <= {*(ROOT / ".ci/run").read_text().splitlines()}
 
 
 @pytest.mark.parametrize("script", ENTRIES)
-def test_on_windows_a_script_ends_with_one_line_that_names_wsl(script, monkeypatch, capsys):
+def test_scripts_on_windows_exit_with_one_line_that_names_wsl(script, monkeypatch, capsys):
     monkeypatch.setattr(sys, "platform", "win32")
     main = getattr(importlib.import_module(script), ENTRIES[script])
     assert "WSL" in refused(["--help"], capsys, program=f"{script}.py", main=main)

@@ -1,4 +1,4 @@
-"""The flags of train.py: names, precedence of their sources, bad values."""
+"""The flags of train.py: names, precedence of sources, effects, bad values."""
 
 import math
 import re
@@ -17,7 +17,7 @@ from spider.errors import UsageError
 from table import ROWS
 from train import Flags, parse_args
 
-SPECS = {one.name: one.metadata for one in fields(Flags)}
+SPECS = {field.name: field.metadata for field in fields(Flags)}
 CHOICES = {name: spec["choices"] for name, spec in SPECS.items() if "choices" in spec}
 
 
@@ -29,8 +29,8 @@ def parsed(*argv, **environ) -> train.CommandLine:
 # Names and precedence
 
 
-def test_flags_of_the_original_keep_their_names_and_defaults():
-    """The golden values have those of the flags that training reads."""
+def test_original_flags_keep_their_names_and_defaults():
+    """The golden values hold the defaults of flags that affect training."""
     defaults = dict(
         precision="auto",
         compile="auto",
@@ -44,7 +44,7 @@ def test_flags_of_the_original_keep_their_names_and_defaults():
     assert {name: getattr(flags, name) for name in defaults} == defaults
 
 
-def test_variables_of_the_original_set_their_flags():
+def test_original_environment_variables_still_set_flags():
     names = "seq_len micro_batch grad_accum n_loops lr data_dir target_tokens ckpt_every"
     assert {*train.ENVIRONMENT} == {*names.split()}
 
@@ -62,24 +62,24 @@ def test_variables_of_the_original_set_their_flags():
         ("--max_steps=4611686018427387903", "max_steps", (1 << 62) - 1),
     ),
 )
-def test_a_short_form_sets_its_flag(word, flag, value):
+def test_short_form_sets_its_flag(word, flag, value):
     command = parsed(word)
     assert getattr(command.flags, flag) == value and command.given == {flag}
 
 
-def test_precedence_is_flag_then_environment_then_config_file_then_default(tmp_path):
+def test_precedence_is_flag_environment_config_file_default(tmp_path):
     file = tmp_path / "a.toml"
     file.write_text("lr = 0.5\nmicro_batch = 3\n[optimizer]\nmin_lr_fraction = 0.3\n")
     environ = dict(SEQ_LEN="64", LR="9", MICRO_BATCH="5", N_LOOPS="")
     command = parsed("--config", file, "--lr", 0.1, **environ)
     flags = command.flags
     assert (flags.lr, flags.seq_len, flags.micro_batch, flags.min_lr_fraction) == (0.1, 64, 5, 0.3)
-    assert flags.n_loops == Flags.n_loops  # an empty variable is not set
+    assert flags.n_loops == Flags.n_loops  # an empty variable counts as unset
     assert command.inherited["environment"] == dict(seq_len=64, micro_batch=5)
     assert command.inherited["--config"] == dict(min_lr_fraction=0.3)
 
 
-def test_an_alternative_flag_drops_those_of_lower_precedence(tmp_path):
+def test_flag_overrides_its_alternatives_of_lower_precedence(tmp_path):
     file = tmp_path / "a.toml"
     file.write_text("target_tokens = 5\nglobal_batch = 64\nmock_data = true\n")
     command = parsed("--config", file, "--minutes", 7, "--grad_accum", 2, "--data_dir", "d")
@@ -92,7 +92,7 @@ def test_an_alternative_flag_drops_those_of_lower_precedence(tmp_path):
     assert command.flags.data_dir == "data/a"
     file.write_text('data_dir = "d"\nkeep_best = true')
     flags = parsed("--config", file, "--mock_data=False", "--keep_best", "--keep_best=False").flags
-    assert (flags.data_dir, flags.keep_best) == ("d", False)  # a switch that is off drops nothing
+    assert (flags.data_dir, flags.keep_best) == ("d", False)  # an off switch overrides nothing
     with pytest.raises(UsageError, match="--target_flops: --target_tokens already sets"):
         parsed("--target_flops", 1, "--target_tokens", 5)
     for words in ("--data_dir d", "--mock_data", "--text -"):
@@ -116,12 +116,12 @@ def test_an_alternative_flag_drops_those_of_lower_precedence(tmp_path):
         ("--reset_steps --resume ../step2.pt --mock_data", "checkpoints/mock/from-step2"),
     ),
 )
-def test_default_directory_of_a_fine_tune_has_the_name_of_run_and_step(argv, directory):
+def test_default_ckpt_dir_is_named_after_the_data_and_the_resumed_run(argv, directory):
     assert parsed(*argv.split()).flags.ckpt_dir == directory
 
 
 # --------------------------------------------------------------------------------------------------
-# Every flag is read
+# Every flag has an effect
 
 
 class Operations(TorchDispatchMode):
@@ -141,18 +141,18 @@ EFFECT = "--warmup_steps 0 --target_tokens 512 --eval_every 0"
 
 @pytest.fixture(scope="module")
 def filled_caches(tmp_path_factory):
-    """Run once, since the first run of a process computes more than a later one."""
+    """Run once, because the first run in a process computes more than later runs."""
     root = tmp_path_factory.mktemp("first")
     run(root, make_shards(root / "data"), EFFECT, steps=3)
 
 
 @pytest.fixture
 def effect_of(argv_of, tmp_path, new_log, filled_caches):
-    """Return what a run of three steps computes and logs with some flags, or how it is refused."""
-    numbers = count()  # of the runs
+    """Return what a run of three steps with these flags computes and logs, or its error."""
+    run_numbers = count()
 
     def effect_of(flags: str):
-        ckpt = f"run{next(numbers)}"
+        ckpt = f"run{next(run_numbers)}"
         with Operations() as operations:
             status = train.command_line(argv_of(EFFECT, flags, steps=3, ckpt=ckpt))
         log = new_log()
@@ -168,16 +168,16 @@ def effect_of(argv_of, tmp_path, new_log, filled_caches):
 def test_every_flag_has_a_row_in_the_table():
     missing = SPECS.keys() - {row.name for row in ROWS}
     assert not missing, (
-        f"{missing}: add a row to FLAGS of tests/table.py, such as `NAME - - --NAME VALUE` with a "
-        f"value other than the default, or with the file of a test that fails if nothing reads it"
+        f"{missing}: add a row to FLAGS in tests/table.py: `NAME - - --NAME VALUE` with a value "
+        f"other than the default, or with the file of a test that fails if nothing reads the flag"
     )
     assert SPECS.keys() == {row.name for row in ROWS}
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
-def test_a_flag_has_a_golden_value_or_a_file_that_tests_it(row):
-    """The golden values of flags without a witness are compared with the defaults in
-    test_golden.py."""
+def test_every_flag_has_a_golden_value_or_a_test(row):
+    """test_golden.py checks that the golden values of flags without a witness differ from the
+    defaults."""
     if row.witness == "-":
         assert (row.golden, row.everything) != ("-", "-"), f"--{row.name} has no witness"
     elif not row.witness.startswith("--") and row.name not in CHOICES:
@@ -185,24 +185,24 @@ def test_a_flag_has_a_golden_value_or_a_file_that_tests_it(row):
         assert f"--{row.name}" in file.read_text()
 
 
-BY_A_RUN = [row for row in ROWS if row.witness.startswith("--")]
+TESTED_BY_A_RUN = [row for row in ROWS if row.witness.startswith("--")]
 
 
-@pytest.mark.parametrize("row", BY_A_RUN, ids=lambda row: row.name)
-def test_a_flag_has_an_effect(row, effect_of):
-    """If a flag fails here, nothing reads it, or another flag must be given for it."""
+@pytest.mark.parametrize("row", TESTED_BY_A_RUN, ids=lambda row: row.name)
+def test_flag_has_an_effect(row, effect_of):
+    """If a flag fails here, nothing reads it, or it takes effect only with another flag."""
     others = re.sub(rf"--{row.name} \S+", "", row.witness)
     assert others != row.witness
-    without = [effect_of(others) for _ in range(2)][-1]  # the first run fills caches
+    without = [effect_of(others) for _ in range(2)][-1]  # the first fills caches
     assert effect_of(row.witness) != without
 
 
-SLOW = {"compile": [pytest.mark.slow]}  # it tests the compiler
+SLOW = {"compile": [pytest.mark.slow]}  # resolving it tries the compiler
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=SLOW.get(name, ())) for name in CHOICES])
-def test_each_choice_of_a_flag_has_an_effect_of_its_own(name, effect_of):
-    """If a new choice fails here, nothing reads it. `auto` does what another choice does."""
+def test_each_choice_of_a_flag_has_its_own_effect(name, effect_of):
+    """If a new choice fails here, nothing reads it. `auto` always equals another choice."""
     effects = {}
     for choice in CHOICES[name]:
         flag = f"--{name}={choice}"
@@ -237,7 +237,7 @@ def test_each_choice_of_a_flag_has_an_effect_of_its_own(name, effect_of):
         ("lr = 1\n[x]\nlr = 2", "lr is already set"),
     ),
 )
-def test_a_bad_config_file_is_one_line_with_its_name(tmp_path, text, fault):
+def test_bad_config_file_gives_one_line_with_its_name(tmp_path, text, fault):
     file = tmp_path / "a.toml"
     if text is not None:
         file.write_bytes(text if isinstance(text, bytes) else text.encode())
@@ -251,8 +251,8 @@ JUNK = ["", " ", "9" * 5000, "a\nb", "\x1b[2J", "\udcff"]
 JUNK += "- -1 nan inf 1e400 0x10 2.5 \u00b2 \u0663 true 1,2 1.7e308 4e18 -- = --lr 5 0.5".split()
 
 
-def test_any_value_of_any_flag_or_variable_is_taken_or_refused_by_name():
-    taken = bad = 0
+def test_any_value_of_a_flag_or_variable_is_accepted_or_refused_by_name():
+    accepted = refused = 0
     for name in SPECS.keys() - {"config"}:
         for value in (*JUNK, *CHOICES.get(name, ())):
             sources = [([f"--{name}={value}"], {}, f"--{name}")]
@@ -262,13 +262,13 @@ def test_any_value_of_any_flag_or_variable_is_taken_or_refused_by_name():
                 try:
                     flags = parse_args(argv, environ).flags
                 except UsageError as fault:
-                    bad += 1
+                    refused += 1
                     assert source in str(fault), (argv, environ, str(fault))
                     continue
-                taken += 1
+                accepted += 1
                 number = getattr(flags, name)
                 assert not isinstance(number, float) or math.isfinite(number), (argv, environ)
-    assert taken > 100 and bad > 500
+    assert accepted > 100 and refused > 500
 
 
 @pytest.mark.parametrize(
@@ -277,14 +277,14 @@ def test_any_value_of_any_flag_or_variable_is_taken_or_refused_by_name():
     "keep_last=1 min_lr_fraction=1.5 beta1=1 seed=-1 n_loops=4097 minutes=0 minutes=1e10 schedule= "
     "engram_reset=yes data_dir= ckpt_dir= resume= config=".split(),
 )
-def test_values_out_of_range_are_refused(word):
+def test_out_of_range_values_are_refused(word):
     name = word.partition("=")[0]
     with pytest.raises(UsageError, match=f"--{name}"):
         parsed(f"--{word}")
 
 
 EXTREMES = "1e300 1e18 4611686018427387903 1000 1 1e-46 5e-324 -0.0 0".split()
-# or a large run
+# extremes would make the run too long or too large
 LONG = {"seq_len", "micro_batch", "grad_accum", "global_batch", "max_steps", "n_loops", "minutes"}
 TEXTS = {"data_dir", "text", "ckpt_dir", "resume", "config", "set", "sample_prompt", "run"}
 NUMBERS = {name for name, spec in SPECS.items() if spec["metavar"]} - LONG - TEXTS
@@ -293,12 +293,12 @@ NUMBERS = {name for name, spec in SPECS.items() if spec["metavar"]} - LONG - TEX
 @pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ("muon", "adamw"))
 @pytest.mark.parametrize("name", sorted(NUMBERS))
-def test_the_extremes_of_a_number_give_a_run_or_one_line(argv_of, new_log, name, optimizer):
-    taken = []
+def test_extreme_numbers_give_a_run_or_an_error_of_one_line(argv_of, new_log, name, optimizer):
+    accepted = []
     for text in EXTREMES:
         with suppress(Exception):
-            taken.append((SPECS[name]["type"](text), text))
-    for _, text in (min(taken), max(taken)):
+            accepted.append((SPECS[name]["type"](text), text))
+    for _, text in (min(accepted), max(accepted)):
         argv = argv_of(f"--optimizer {optimizer} --{name}={text}", steps=3, ckpt=text)
         status = train.command_line(argv)
         last = new_log().splitlines()[-1]

@@ -1,4 +1,4 @@
-"""What a machine has: a GPU that PyTorch can use, precisions, memory."""
+"""spider/machine.py: the device, its precisions, its memory."""
 
 import math
 import os
@@ -12,7 +12,7 @@ from spider import machine
 from spider.errors import TooLarge, UsageError
 from spider.training import state
 
-# versions of CUDA, of this PyTorch and of the driver
+# CUDA versions of this PyTorch and of the driver; the expected error
 NO_GPU = (
     ("13.0", 0, None),
     ("13.0", 12040, "CUDA 13.0, .*supports CUDA 12.4: update the driver .*580"),
@@ -21,7 +21,7 @@ NO_GPU = (
 
 
 @pytest.mark.parametrize("made_for, driver, obstacle", NO_GPU)
-def test_a_driver_without_a_visible_gpu_is_refused_with_both_versions(
+def test_driver_without_a_visible_gpu_is_refused_with_both_versions(
     monkeypatch, made_for, driver, obstacle
 ):
     monkeypatch.setattr("torch.version.cuda", made_for)
@@ -31,7 +31,7 @@ def test_a_driver_without_a_visible_gpu_is_refused_with_both_versions(
 
 
 SM_75_ON = ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120"]  # PyTorch 2.13's for CUDA 13
-# a GPU's compute capability, and what this PyTorch has code for
+# a GPU's compute capability, the architectures of this PyTorch, the expected error
 GPUS = (
     ((7, 0), SM_75_ON, "no code for .* 7.0, only for sm_75, "),  # V100
     ((8, 9), SM_75_ON, None),
@@ -42,7 +42,7 @@ GPUS = (
 
 
 @pytest.mark.parametrize("capability, architectures, obstacle", GPUS)
-def test_a_gpu_runs_code_of_its_generation_or_compiles_that_of_an_earlier_one(
+def test_gpu_needs_code_of_its_generation_or_older_ptx(
     monkeypatch, capability, architectures, obstacle
 ):
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
@@ -52,7 +52,7 @@ def test_a_gpu_runs_code_of_its_generation_or_compiles_that_of_an_earlier_one(
 
 
 def check_device(chosen: str, obstacle: str | None):
-    """Check what --device auto chooses, or that it is refused like --device cuda."""
+    """Check which device --device auto chooses, or that both auto and cuda are refused."""
     assert machine.resolve_device("cpu").type == "cpu"
     if obstacle is None:
         assert machine.resolve_device("auto").type == chosen
@@ -69,7 +69,7 @@ def check_device(chosen: str, obstacle: str | None):
         ("spider.machine.driver_cuda_version", "cpu", "this PyTorch was built without CUDA"),
     ),
 )
-def test_a_gpu_that_is_untried_or_unused_is_logged(monkeypatch, new_log, present, device, line):
+def test_untested_or_unused_gpu_is_logged(monkeypatch, new_log, present, device, line):
     monkeypatch.setattr("torch.version.cuda", None)
     monkeypatch.setattr("torch.cuda.is_available", lambda: device == "cuda")
     monkeypatch.setattr(present, lambda: 12040)
@@ -78,7 +78,7 @@ def test_a_gpu_that_is_untried_or_unused_is_logged(monkeypatch, new_log, present
     assert line in new_log()
 
 
-# a GPU's compute capability, what --precision auto is there, and what to use for others
+# a GPU's compute capability, the choice of auto, and what to use instead of other precisions
 PRECISIONS = (
     ((7, 5), "fp32", dict(bf16="fp32", fp8="auto")),
     ((8, 0), "bf16", dict(fp8="auto")),
@@ -87,12 +87,12 @@ PRECISIONS = (
 
 
 @pytest.mark.parametrize("capability, auto, refused", PRECISIONS)
-def test_a_precision_that_a_gpu_lacks_is_refused_with_one_that_it_has(
+def test_unsupported_precision_is_refused_with_a_supported_one(
     monkeypatch, capability, auto, refused
 ):
     gpu = torch.device("cuda")
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda _: capability)
-    monkeypatch.setattr(  # the oldest one only emulates bf16
+    monkeypatch.setattr(  # the oldest GPU only emulates bf16
         "torch.cuda.is_bf16_supported",
         lambda including_emulation=True: including_emulation or auto == "bf16",
     )
@@ -104,7 +104,7 @@ def test_a_precision_that_a_gpu_lacks_is_refused_with_one_that_it_has(
         assert machine.resolve_precision("fp8", gpu) == "fp8"
 
 
-def test_a_run_leaves_the_callers_handlers_and_the_next_one_is_not_deterministic(new_log):
+def test_second_run_keeps_the_callers_log_handlers_and_resets_determinism(new_log):
     lines = []
     handler = logger.add(lines.append, format="{message}")
     for deterministic in (True, False):
@@ -116,25 +116,25 @@ def test_a_run_leaves_the_callers_handlers_and_the_next_one_is_not_deterministic
     assert lines == ["once\n"] and new_log().count("once") == 1
 
 
-def test_onednn_without_memory_is_a_lack_of_memory():
+def test_onednn_allocation_failure_counts_as_out_of_memory():
     assert machine.is_out_of_memory(RuntimeError("could not create a primitive"))
     unsupported = "could not create a primitive descriptor for a matmul primitive"
     assert not machine.is_out_of_memory(RuntimeError(unsupported))
 
 
-def test_free_memory_of_a_gpu_leaves_out_what_is_in_use(monkeypatch):
+def test_free_gpu_memory_excludes_memory_in_use(monkeypatch):
     monkeypatch.setattr("torch.cuda.mem_get_info", lambda _: (3, 5))
     assert machine.free_memory(torch.device("cuda")) == 3
 
 
-def test_cuda_without_host_memory_to_lock_is_reported_as_a_lack_of_host_memory():
+def test_failed_pinning_is_reported_as_lack_of_host_memory():
     full = pytest.raises(TooLarge, match="host memory")
     with full, machine.memory_advice("lower --micro_batch"):
         raise RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be ...")
 
 
-def test_a_copy_that_cannot_be_page_locked_is_pageable(new_log):
-    """Without CUDA no memory is."""
+def test_host_buffer_is_pageable_if_pinning_fails(new_log):
+    """Without CUDA no memory can be pinned."""
     on_gpu = SimpleNamespace(is_cuda=True, dtype=torch.float32, element_size=lambda: 4)
     state.warn_of_pageable.cache_clear()
     machine.start_log()
@@ -146,7 +146,7 @@ def test_a_copy_that_cannot_be_page_locked_is_pageable(new_log):
     assert new_log().count("pageable") == 1
 
 
-def test_no_memory_is_page_locked_that_would_leave_less_than_a_quarter_to_others(monkeypatch):
+def test_pinning_must_leave_a_quarter_of_the_host_memory_free(monkeypatch):
     monkeypatch.setattr(machine, "memory_of", lambda _: 100)
     monkeypatch.setattr(machine, "free_memory", lambda _: 40)
     machine.check_pinnable(15)
@@ -155,8 +155,8 @@ def test_no_memory_is_page_locked_that_would_leave_less_than_a_quarter_to_others
 
 
 @pytest.mark.parametrize("limit, most", ((4000, 4000), (math.inf, 10_000)))
-def test_memory_is_at_most_that_of_the_control_groups(monkeypatch, limit, most):
-    """On a machine of 10,000 bytes, all of them free."""
+def test_memory_is_capped_by_the_control_groups(monkeypatch, limit, most):
+    """The machine has 10,000 bytes, all of them free."""
     cpu = torch.device("cpu")
     monkeypatch.setattr(os, "sysconf", lambda _: 100)
     monkeypatch.setattr(machine, "proc_bytes", lambda *_: 10_000)

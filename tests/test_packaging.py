@@ -1,5 +1,4 @@
-"""The wheel: it holds the package and the scripts, which work in an environment without a
-checkout."""
+"""The wheel holds the package and the scripts, and works without a checkout."""
 
 import os
 import shutil
@@ -19,8 +18,8 @@ SCRIPTS = {path.name for path in ROOT.glob("*.py")}
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
-    """Build a wheel from a copy of the tree, since setuptools writes beside pyproject.toml; unpack
-    it, as pip does."""
+    """Build a wheel and unpack it, as pip does. Build from a copy of the tree, because setuptools
+    writes next to pyproject.toml."""
     pytest.importorskip("build")
     pytest.importorskip("setuptools", minversion="77")
     source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
@@ -49,7 +48,7 @@ def site(tmp_path_factory):
 
 
 def run(site: Path, directory: Path, *arguments: str) -> subprocess.CompletedProcess:
-    """Run Python with the wheel alone, in a directory without a checkout."""
+    """Run Python with only the wheel, in a directory without a checkout."""
     done = subprocess.run(
         [sys.executable, *arguments],
         cwd=directory,
@@ -62,7 +61,7 @@ def run(site: Path, directory: Path, *arguments: str) -> subprocess.CompletedPro
     return done
 
 
-def test_the_wheel_holds_the_package_and_the_scripts_and_nothing_else(site):
+def test_wheel_holds_exactly_the_package_and_the_scripts(site):
     found = {path.relative_to(site).as_posix() for path in site.rglob("*") if path.is_file()}
     package = {
         path.relative_to(ROOT).as_posix()
@@ -73,8 +72,8 @@ def test_the_wheel_holds_the_package_and_the_scripts_and_nothing_else(site):
     assert (site / f"spider_trainer-{spider.__version__}.dist-info").is_dir()
 
 
-def test_an_export_holds_license_and_code(site, tmp_path):
-    (site / "torch").mkdir()  # where pip installs, other packages are beside the project's
+def test_export_from_a_wheel_holds_the_license_and_the_code(site, tmp_path):
+    (site / "torch").mkdir()  # pip installs other packages into the same directory
     flags = "--mock_data --max_steps=1 --seq_len=64 --micro_batch=2 --eval_every=0 --device=cpu"
     run(site, tmp_path, "-m", "train", *flags.split(), "--ckpt_dir=run")
     run(site, tmp_path, "-m", "sample", "run", "--export", "exported")

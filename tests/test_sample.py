@@ -1,5 +1,4 @@
-"""sample.py: its output, its figures and its refusals, as a reader of a terminal or a pipe sees
-them."""
+"""sample.py: what a terminal or a pipe shows: text, figures and errors."""
 
 import builtins
 import gzip
@@ -38,7 +37,7 @@ def run_sample(capsys, *argv):
 
 @pytest.fixture
 def writes(monkeypatch):
-    """Have any model write these columns of bytes. Return the list of those that were taken."""
+    """Make every model generate these columns of bytes; return the list of columns consumed."""
 
     def have_written(columns, before_each=lambda: None) -> list:
         taken = []
@@ -60,13 +59,11 @@ def columns_of(text: bytes) -> list[list[int]]:
 
 
 # --------------------------------------------------------------------------------------------------
-# Talking
+# Sampling
 
 
-def test_a_directory_stands_for_its_newest_intact_checkpoint(
-    trained, tmp_path, monkeypatch, capsys
-):
-    """It is logged, as is the backend that `auto` chooses."""
+def test_directory_means_its_newest_intact_checkpoint(trained, tmp_path, monkeypatch, capsys):
+    """sample.py logs the checkpoint, and the backend that `auto` chooses."""
 
     def resolve_backend(name, device, *_, **__):
         return "loop", f"{name} on {device}"
@@ -81,10 +78,8 @@ def test_a_directory_stands_for_its_newest_intact_checkpoint(
     assert "auto on cpu" in err
 
 
-def test_without_a_path_the_run_whose_newest_checkpoint_changed_last_is_used(
-    trained, tmp_path, monkeypatch, capsys
-):
-    """A named directory stands for itself if it is a run, else for the newest run below it."""
+def test_run_that_saved_last_is_the_default(trained, tmp_path, monkeypatch, capsys):
+    """A directory means itself if it is a run, else the newest run below it."""
     monkeypatch.chdir(tmp_path)
     changes = {"1": 4, "a/b/1": 9, "a/b/2": 3, "a/copies/2-best": 8, "c/1": 1, "c/3": 5}
     for name, changed in changes.items():
@@ -94,16 +89,16 @@ def test_without_a_path_the_run_whose_newest_checkpoint_changed_last_is_used(
         os.utime(path, (changed, changed))
     os.symlink("gone", "checkpoints/c/spider-step4.pt")
 
-    def said(*argv) -> str:
+    def log(*argv) -> str:
         return run_sample(capsys, *argv, "--prompt", "", "--bytes", "1").err
 
     runs = "the newest run (of 3 in checkpoints)"
     newest = "the newest checkpoint of"
-    assert f" checkpoints/c/spider-step3.pt, step 3: {newest} {runs}\n" in said()
-    assert f"c/spider-step3.pt: the lowest validation loss of {runs}, " in said("--best")
-    assert f"/spider-step1.pt, step 1: {newest} checkpoints\n" in said("checkpoints")
+    assert f" checkpoints/c/spider-step3.pt, step 3: {newest} {runs}\n" in log()
+    assert f"c/spider-step3.pt: the lowest validation loss of {runs}, " in log("--best")
+    assert f"/spider-step1.pt, step 1: {newest} checkpoints\n" in log("checkpoints")
     below = f"checkpoints/a/b/spider-step2.pt, step 2: {newest} the newest run (of 1"
-    assert f"{below} in checkpoints/a)\n" in said("checkpoints/a")
+    assert f"{below} in checkpoints/a)\n" in log("checkpoints/a")
 
 
 def test_control_characters_are_escaped_unless_raw(trained, writes, capsysbinary):
@@ -122,12 +117,12 @@ def test_control_characters_are_escaped_unless_raw(trained, writes, capsysbinary
     "stop, seen",
     (
         ([], ["", "", *["é"] * 3, *["é漢"] * 4, "é漢🕸", "é漢🕸\n", "é漢🕸\n"]),
-        # as many bytes as may belong to a stop text are held back
+        # bytes that may begin a stop text are held back
         (["no", "stop"], [*[""] * 5, *["é"] * 3, *["é漢"] * 4]),
     ),
     ids=("no stop text", "stop texts"),
 )
-def test_text_is_streamed_as_whole_characters(
+def test_text_is_streamed_in_whole_characters(
     trained, writes, capsysbinary, monkeypatch, stop, seen
 ):
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
@@ -142,7 +137,7 @@ def test_text_is_streamed_as_whole_characters(
 
 
 @pytest.mark.parametrize("stdout", ("terminal", "notebook", "pipe"))
-def test_only_a_terminal_shows_bytes_more_often_than_ten_times_a_second(stdout, monkeypatch):
+def test_only_a_terminal_gets_bytes_more_than_ten_times_a_second(stdout, monkeypatch):
     monkeypatch.setattr(os, "environ", dict(JPY_PARENT_PID="1") if stdout == "notebook" else {})
     file = io.TextIOWrapper(io.BytesIO(), write_through=True)  # as with PYTHONUNBUFFERED
     monkeypatch.setattr(file, "isatty", lambda: stdout != "pipe", raising=False)
@@ -161,7 +156,7 @@ def test_only_a_terminal_shows_bytes_more_often_than_ten_times_a_second(stdout, 
     assert file.buffer.getvalue() == b"abcdef\n"
 
 
-def test_a_closed_pipe_ends_a_sample_silently(trained):
+def test_closed_pipe_ends_sampling_silently(trained):
     argv = [sys.executable, ROOT / "sample.py", trained, *"--bytes 100000 --prompt x".split()]
     process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout.read(1) == "x"
@@ -171,7 +166,7 @@ def test_a_closed_pipe_ends_a_sample_silently(trained):
     assert process.wait(timeout=100) == 0
 
 
-def test_standard_input_is_continued_like_a_prompt(trained, tmp_path, capsysbinary):
+def test_standard_input_is_used_as_the_prompt(trained, tmp_path, capsysbinary):
     argv = [str(trained), *"--bytes 4 --raw --seed 3".split()]
     stdin = os.dup(0)
     try:
@@ -189,7 +184,7 @@ def test_standard_input_is_continued_like_a_prompt(trained, tmp_path, capsysbina
         os.close(stdin)
 
 
-def test_samples_are_drawn_by_the_flags_and_printed_in_turn(trained, capsys):
+def test_sampling_flags_take_effect_and_samples_are_printed_in_turn(trained, capsys):
     def samples(flags: str = "") -> list[str]:
         argv = "--prompt ab --bytes 30 --temperature 3 --samples 3 " + flags
         out = run_sample(capsys, trained, *argv.split()).out
@@ -217,10 +212,10 @@ def test_samples_are_drawn_by_the_flags_and_printed_in_turn(trained, capsys):
     ),
     ids=repr,
 )
-def test_a_sample_ends_before_the_first_stop_text(trained, writes, capsys, text, stops, expected):
+def test_sample_ends_before_the_first_stop_text(trained, writes, capsys, text, stops, expected):
     writes(columns_of(text.encode()))
     flags = [f"--stop={stop}" for stop in stops]
-    # a stop text in the prompt ends nothing
+    # a stop text in the prompt is ignored
     assert run_sample(capsys, trained, "--prompt", text, *flags).out == f"{text}{expected}\n"
 
 
@@ -230,11 +225,11 @@ def test_each_sample_ends_at_its_own_stop_text_or_eos(trained, writes, capsys):
     flags = "--prompt x --samples 3 --stop .".split()
     out = run_sample(capsys, trained, *flags).out
     assert out == "--- 1 of 3\nxa\n--- 2 of 3\nx\n--- 3 of 3\nxab\n"
-    assert len(taken) == 3  # until all have ended
+    assert len(taken) == 3  # generation stops when all samples have ended
     assert run_sample(capsys, trained, *flags, "--no_echo").out == out.replace("x", "")
 
 
-def test_a_better_checkpoint_than_the_newest_is_named(trained, tmp_path, capsys):
+def test_log_names_a_checkpoint_better_than_the_newest(trained, tmp_path, capsys):
     def save(step: int, loss: float | None, best: float):
         saved = torch.load(trained / f"spider-step{step}.pt")
         torch.save(saved | dict(val_loss=loss, best_loss=best), tmp_path / f"spider-step{step}.pt")
@@ -255,8 +250,8 @@ def test_a_better_checkpoint_than_the_newest_is_named(trained, tmp_path, capsys)
     assert "--best" not in lines()  # the best one was deleted
 
 
-def test_ctrl_c_ends_a_dialogue_at_its_prompt(trained, monkeypatch, capsys):
-    """A dialogue is held in a terminal."""
+def test_ctrl_c_at_the_prompt_ends_a_dialogue(trained, monkeypatch, capsys):
+    """Without --prompt, a terminal starts a dialogue."""
     lines = iter(["ab"])
 
     def type_line(prompt: str) -> str:
@@ -277,14 +272,14 @@ def test_ctrl_c_ends_a_dialogue_at_its_prompt(trained, monkeypatch, capsys):
 # Evaluation
 
 
-def test_a_prepared_directory_has_the_val_bpb_of_training(trained, figures):
+def test_evaluating_a_prepared_directory_gives_the_val_bpb_of_training(trained, figures):
     data = trained.parent / "data"
     val_bpb = metrics(trained)[-1]["val_bpb"]
     for flags, tolerance in (("", 1e-12), ("--batch 4", 1e-5)):
         (found,) = figures(trained, "--eval", data, *flags.split())
         assert found.pop("bits_per_byte") == pytest.approx(val_bpb, rel=tolerance)
         assert found.pop("bits_per_character") == pytest.approx(val_bpb, rel=tolerance)
-        assert found.pop("precision") in ("bf16", "fp32")  # of auto
+        assert found.pop("precision") in ("bf16", "fp32")  # auto chooses
         assert found == dict(
             checkpoint=str(trained / "spider-step3.pt"),
             file=str(data),
@@ -296,8 +291,9 @@ def test_a_prepared_directory_has_the_val_bpb_of_training(trained, figures):
         )
 
 
-def test_files_are_scored_by_their_bytes_each_document_from_bos(trained, tmp_path, figures):
-    """Documents of each kind of file, within a window and longer than it; beside a sum by hand."""
+def test_files_are_scored_by_their_bytes_with_a_bos_per_document(trained, tmp_path, figures):
+    """Each file format gives the bits that the model gives directly, for documents shorter and
+    longer than a window."""
     texts = ("abc de\xe9", "f", "gh\0abcdef " * 5)  # the last one would be binary to `prepare`
     model = decoder_of(read_checkpoint(str(trained), Spider)[1], CPU, Spider)
     bits = 0.0
@@ -328,7 +324,7 @@ def write_ids(path: Path, *documents: bytes):
     write_shard(path, [i for document in documents for i in (BOS_ID, *document, EOS_ID)])
 
 
-def test_a_table_has_a_row_per_checkpoint_text_and_number_of_loops(
+def test_eval_table_has_a_row_per_checkpoint_text_and_number_of_loops(
     trained, tmp_path, figures, capsys
 ):
     plain = trained.parent / "data"
@@ -348,7 +344,7 @@ def test_a_table_has_a_row_per_checkpoint_text_and_number_of_loops(
     assert "characters" not in capsys.readouterr().out
 
 
-def test_bits_per_character_divide_by_code_points_and_bytes_that_are_not_utf8(
+def test_bits_per_character_count_each_invalid_byte_as_a_character(
     trained, tmp_path, figures, monkeypatch
 ):
     monkeypatch.setattr(adapt, "DECODE_CHUNK", 2)  # ids: a character lies in two pieces or three
@@ -360,7 +356,7 @@ def test_bits_per_character_divide_by_code_points_and_bytes_that_are_not_utf8(
     file, directory = figures(trained, "--eval", data / "val-0.bin", data)
     n_bytes = sum(map(len, documents))
     assert (file["bytes"], file["characters"]) == (n_bytes, characters)
-    special = 2 * len(documents) - 1  # all but the first BOS are predicted
+    special = 2 * len(documents) - 1  # BOS and EOS are predicted, except the first BOS
     assert directory["bytes"] == n_bytes + special
     assert directory["characters"] == characters + special
     for found in (file, directory):
@@ -369,12 +365,12 @@ def test_bits_per_character_divide_by_code_points_and_bytes_that_are_not_utf8(
 
 
 # --------------------------------------------------------------------------------------------------
-# Refusals
+# Errors
 
 
 @pytest.fixture
 def files(trained, tmp_path, monkeypatch) -> Path:
-    """A working directory with a trained model and files of all kinds."""
+    """Return a working directory with a trained model and files of all kinds."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "run").symlink_to(trained)
     (tmp_path / "a.txt").write_text("abc")
@@ -422,7 +418,7 @@ def files(trained, tmp_path, monkeypatch) -> Path:
         ("run --export empty.txt", "exists and is not an empty directory: use another name"),
     ),
 )
-def test_what_cannot_be_done_is_refused_in_a_line_with_the_remedy(files, capsys, argv, remedy):
+def test_bad_command_is_refused_in_one_line_with_the_remedy(files, capsys, argv, remedy):
     before = sorted(files.rglob("*"))
     words = argv.split()
     line = refused(words, capsys, program="sample.py", main=sample.main)
@@ -430,7 +426,7 @@ def test_what_cannot_be_done_is_refused_in_a_line_with_the_remedy(files, capsys,
     assert sorted(files.rglob("*")) == before
 
 
-def test_every_command_names_a_ruined_weight(files, capsys):
+def test_every_command_refuses_ruined_weights(files, capsys):
     saved = final_state(files / "run")
     saved["model_state_dict"]["lm_head.weight"][0, 0] = math.nan
     torch.save(saved, "ruined.pt")
@@ -439,7 +435,7 @@ def test_every_command_names_a_ruined_weight(files, capsys):
         assert "its weights are ruined" in capsys.readouterr().err.splitlines()[-1]
 
 
-def test_out_of_memory_is_one_line_with_the_remedy(files, monkeypatch, capsys):
+def test_out_of_memory_is_reported_in_one_line_with_the_remedy(files, monkeypatch, capsys):
     def fail(*args, **settings):
         raise RuntimeError("[enforce] DefaultCPUAllocator: can't allocate memory")
 

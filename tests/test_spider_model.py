@@ -1,5 +1,5 @@
-"""Invariants of the whole model: causality, separate documents, gradients, dtypes, recomputation,
-bad inputs."""
+"""Invariants of the whole model: causality, separate documents, gradients, activation
+checkpointing, dtypes, bad inputs."""
 
 import pytest
 import torch
@@ -28,7 +28,7 @@ def logits_of(model: Spider, ids: Tensor) -> Tensor:
 
 @EVERY_VARIANT
 @pytest.mark.parametrize("training", (True, False))
-def test_a_changed_byte_changes_no_logit_before_it_and_none_of_another_document(changes, training):
+def test_a_byte_affects_only_later_logits_of_its_own_document(changes, training):
     model = awake(small_config(**changes)).train(training)
     ids = documents(23, 41, seed=len(changes))
     logits = logits_of(model, ids)[0]
@@ -44,7 +44,7 @@ def test_a_changed_byte_changes_no_logit_before_it_and_none_of_another_document(
 
 
 @EVERY_VARIANT
-def test_documents_have_the_logits_together_that_they_have_apart(changes):
+def test_packed_documents_have_the_same_logits_as_separate_documents(changes):
     model = awake(small_config(**changes)).eval()
     ids = documents(21, 43, seed=5)
     apart = [logits_of(model, part)[0] for part in (ids[:, :21], ids[:, 21:])]
@@ -52,7 +52,7 @@ def test_documents_have_the_logits_together_that_they_have_apart(changes):
 
 
 @pytest.mark.parametrize("training", (True, False))
-def test_rows_of_sentinels_have_finite_gradients_and_pad_has_no_segment(training):
+def test_sequences_of_special_ids_have_finite_gradients_and_pad_no_segment(training):
     model = awake(small_config()).train(training)
     mixed = [BOS_ID, 65, EOS_ID, EOS_ID, 66, BOS_ID, 67, BOS_ID, BOS_ID, EOS_ID, PAD_ID, PAD_ID]
     ids = torch.tensor([[PAD_ID] * 12, [EOS_ID] * 12, [BOS_ID] * 12, mixed])
@@ -62,7 +62,7 @@ def test_rows_of_sentinels_have_finite_gradients_and_pad_has_no_segment(training
     assert out.segments >= 12 + 3  # each EOS ends one
     assert model(ids[:1], noise_seed=0).segments == 0
     assert all(grad is None or grad.isfinite().all() for grad in gradients(model).values())
-    alone = [logits_of(model.eval(), row[None]) for row in ids]
+    alone = [logits_of(model.eval(), sequence[None]) for sequence in ids]
     assert_close(logits_of(model, ids), torch.cat(alone))
 
 
@@ -71,7 +71,7 @@ def test_rows_of_sentinels_have_finite_gradients_and_pad_has_no_segment(training
 
 
 @EVERY_VARIANT
-def test_recomputation_changes_no_gradient_and_counts_no_token_twice(changes):
+def test_recomputation_changes_no_gradient_and_no_expert_count(changes):
     ids = text(4, 48, seed=8)
     outs = {}
     grads = {}
@@ -95,7 +95,7 @@ def test_every_parameter_receives_a_gradient_on_real_text(changes):
     ids = torch.tensor(list((ROOT / "LICENSE").read_bytes()[1000 : 8 * 128 + 1001]))
     model(ids[:-1].view(8, 128), ids[1:].view(8, 128), noise_seed=0).loss.backward()
     grads = gradients(model)
-    if model.config.n_loops == 1:  # the state before the only loop is zero
+    if model.config.n_loops == 1:  # the state before the first loop is zero
         del grads["core.log_A"], grads["core.dt"], grads["core.halt_predictor.weight"]
         del grads["core.halt_predictor.bias"]
     for name, grad in grads.items():
@@ -104,13 +104,13 @@ def test_every_parameter_receives_a_gradient_on_real_text(changes):
             assert (grad.abs().sum((1, 2)) > 0).all(), name  # of every expert
 
 
-def test_the_cores_own_prediction_is_no_term_of_the_loss_in_evaluation():
+def test_evaluation_has_no_core_loss():
     ids = text(2, 40)
     model = awake(small_config(core_loss_weight=0.5)).eval()
     assert model(ids, ids).loss_terms["core_loss"] == 0
 
 
-def test_a_model_without_core_has_neither_segments_nor_loops_nor_their_losses():
+def test_model_without_core_has_no_segments_loops_or_core_loss():
     model = awake(small_config(n_recurrent_layers=0, core_loss_weight=0.5))
     ids = text(2, 32)
     out = model(ids, ids, noise_seed=0)
@@ -120,7 +120,7 @@ def test_a_model_without_core_has_neither_segments_nor_loops_nor_their_losses():
     assert not any(name.startswith(("core", "null", "boundary")) for name in names)
 
 
-def test_a_batch_without_any_segment_still_trains():
+def test_batch_without_segments_still_trains():
     model = awake(small_config(boundaries="words"))
     ids = torch.full((2, 16), ord("x"))
     out = model(ids, ids)
@@ -144,8 +144,8 @@ DTYPES = (
 
 
 @pytest.mark.parametrize("parameters, products", DTYPES, ids=str)
-def test_parameters_and_products_may_have_any_dtype_while_sums_stay_exact(parameters, products):
-    """In bf16 the bytes of a segment would be counted to 256 at most; here one has 544."""
+def test_any_dtypes_of_parameters_and_products_keep_sums_exact(parameters, products):
+    """One segment has 544 bytes; in bf16 a count of bytes would stop at 256."""
     model = awake(small_config(boundaries="words"))
     ids = torch.full((1, 600), ord("a"))
     ids[0, 5] = ord(" ")
@@ -171,7 +171,7 @@ def test_parameters_and_products_may_have_any_dtype_while_sums_stay_exact(parame
     assert_close(torch.cat(pieces, dim=1), full, atol=1e-1 if in_16_bits else 1e-5)
 
 
-def test_bad_inputs_are_refused_with_the_shape_that_is_needed():
+def test_bad_inputs_are_refused_with_the_required_shape():
     model = awake(small_config()).eval()
     ids = text(2, 8)
     for backend in ("nonsense", "auto", None):

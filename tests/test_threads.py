@@ -16,7 +16,7 @@ CPU = "cpu/job/cpu.cfs_"
 
 
 def make_groups(root, groups: str, files: dict[str, str]):
-    """Make the files of control groups below `root`, of a process in `groups`."""
+    """Write files of control groups below `root` for a process in `groups`."""
     for name, text in {"proc/self/cgroup": groups, **files}.items():
         path = root / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -32,17 +32,17 @@ HALF = "50000 100000"
         ("0::/\n", {}, math.inf, math.inf),
         ("0::/\n", {"cpu.max": "250000 100000\n", "memory.max": "5000\n"}, 2.5, 5000),
         ("no group\n", {"cpu.max": HALF, "memory.max": "5000"}, math.inf, math.inf),
-        # the smallest of the groups that hold this one counts
+        # the smallest limit of this group and the groups above it counts
         ("0::/pod/job\n", {"pod/cpu.max": HALF, "pod/job/memory.max": "6000"}, 0.5, 6000),
         ("0::/pod/job\n", {"pod/memory.max": "4", "pod/job/memory.max": "6"}, math.inf, 4),
-        # in a container the path is the host's, and its own group is the root
+        # in a container the path is the host's, but the container's own group is the root
         ("0::/docker/1f\n", {"cpu.max": "150000 50000", "memory.max": "max"}, 3.0, math.inf),
         (V1, {f"{CPU}quota_us": "300000", f"{CPU}period_us": "200000"}, 1.5, math.inf),
         (V1, {f"{CPU}quota_us": "-1", f"{CPU}period_us": "100000"}, math.inf, math.inf),
         (V1, {"memory/job/memory.limit_in_bytes": "3"}, math.inf, 3),
     ),
 )
-def test_quota_and_memory_are_those_of_the_control_groups(tmp_path, groups, files, quota, memory):
+def test_cpu_quota_and_memory_limit_come_from_cgroups(tmp_path, groups, files, quota, memory):
     make_groups(tmp_path, groups, {f"sys/fs/cgroup/{name}": text for name, text in files.items()})
     assert (cpu_quota(tmp_path), memory_limit(tmp_path)) == (quota, memory)
 
@@ -52,7 +52,7 @@ def test_quota_and_memory_are_those_of_the_control_groups(tmp_path, groups, file
     (
         ("max", {}, {**SPIN_LIMITS}),
         ("50000", {}, {**SPIN_LIMITS, "OMP_NUM_THREADS": "1"}),
-        ("800000", {}, {**SPIN_LIMITS}),  # more than the process may use
+        ("800000", {}, {**SPIN_LIMITS}),  # more CPUs than the process may use
         ("100000", {"OMP_NUM_THREADS": "7"}, {**SPIN_LIMITS, "OMP_NUM_THREADS": "7"}),
         (
             "max",
@@ -62,10 +62,10 @@ def test_quota_and_memory_are_those_of_the_control_groups(tmp_path, groups, file
         ("max", {"OMP_WAIT_POLICY": "ACTIVE"}, {"OMP_WAIT_POLICY": "ACTIVE"}),
     ),
 )
-def test_a_quota_limits_threads_and_variables_of_the_user_stay(
+def test_quota_limits_threads_and_user_variables_are_kept(
     tmp_path, monkeypatch, quota, before, after
 ):
-    """On a machine of 64 cores, of which the process may use two."""
+    """The machine has 64 cores; the process may use two."""
     monkeypatch.setattr(os, "cpu_count", lambda: 64)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {3, 5}, raising=False)
     make_groups(tmp_path, "0::/\n", {"sys/fs/cgroup/cpu.max": f"{quota} 100000"})
@@ -76,7 +76,7 @@ def test_a_quota_limits_threads_and_variables_of_the_user_stay(
 
 
 @pytest.mark.parametrize("first", ("", "import torch;"))
-def test_threads_are_set_before_torch_is_imported_and_a_warning_says_that_it_is_too_late(first):
+def test_set_threads_warns_if_torch_is_already_imported(first):
     environ = {name: value for name, value in os.environ.items() if name not in SPIN_LIMITS}
     environ |= dict(PYTHONPATH=str(ROOT), OMP_NUM_THREADS="2")
     program = f"import os; {first} from spider.threads import set_threads; set_threads(); "
@@ -119,15 +119,15 @@ assert before == (dict(os.environ), signal.getsignal(signal.SIGINT))
 
 
 @pytest.mark.slow
-def test_imports_change_nothing_in_the_process():
+def test_imports_change_no_environment_or_signal_handler():
     environ = {name: value for name, value in os.environ.items() if name not in SPIN_LIMITS}
     subprocess.run([sys.executable, "-c", IMPORTS], env=environ, cwd=ROOT, check=True)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("script", ("train.py", "sample.py", "bench.py"))
-def test_scripts_set_threads_before_they_import_torch(script, tmp_path):
-    """A module called torch stands in for it."""
+def test_scripts_set_threads_before_importing_torch(script, tmp_path):
+    """A stand-in module called torch prints the variable when it is imported."""
     (tmp_path / "torch.py").write_text("import os; print(os.environ['GOMP_SPINCOUNT']); 1 / 0")
     (tmp_path / "probe.py").write_text(
         f"import sys; sys.path[:0] = [{str(tmp_path)!r}, {str(ROOT)!r}]; import runpy; "

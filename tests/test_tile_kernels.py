@@ -37,12 +37,12 @@ BOTH_DTYPES = pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), 
 
 
 @BOTH_DTYPES
-def test_the_check_accepts_any_order_inside_an_expert(dtype, kernels):
+def test_check_accepts_any_order_within_an_expert(dtype, kernels):
     assert find_wrong(check_operations(CPU, CONFIG, dtype)) is None
 
 
-def swap_two_rows(mapping):
-    """Swap the second rows of the first and the last expert."""
+def swap_two_slots(mapping):
+    """Swap the second slots of the first and the last expert."""
     _, _, pos_to_slot, slot_to_pos, expert_start, *_ = mapping
     second = expert_start[[0, -1]] + 1
     slot_to_pos.view(-1)[pos_to_slot[second].long()] = second.flip(0)
@@ -53,14 +53,14 @@ WRONG = {
     "topk_gate": lambda idx: idx.flip(1),
     "normalize_weight": lambda pair: (pair[0], pair[1] * 1.001),
     "aux_fi": lambda load: load * 1.001,
-    "get_fused_mapping": swap_two_rows,
-    "expand_to_fused": lambda rows: rows.roll(1, 0),
+    "get_fused_mapping": swap_two_slots,
+    "expand_to_fused": lambda x: x.roll(1, 0),
     "reduce_fused": lambda y: y + (y != 0),
 }
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_the_check_names_the_operation_that_disagrees(name, kernels, monkeypatch):
+def test_check_names_the_wrong_operation(name, kernels, monkeypatch):
     right = getattr(Kernels, name)
     monkeypatch.setattr(Kernels, name, lambda *args: WRONG[name](right(*args)))
     assert find_wrong(check_operations(CPU, CONFIG, torch.float32)).startswith(f"{name} is off by ")
@@ -69,11 +69,11 @@ def test_the_check_names_the_operation_that_disagrees(name, kernels, monkeypatch
 @pytest.mark.gpu
 @INSTALLED
 @BOTH_DTYPES
-def test_tile_kernels_pass_the_check_on_a_gpu_from_hopper_on(dtype):
+def test_tile_kernels_pass_the_check_on_hopper_and_newer_gpus(dtype):
     if torch.cuda.get_device_capability() < tile_moe.TILE_CAPABILITY:
         pytest.skip("an older GPU")
     assert tile_moe.find_obstacle("tile", GPU, SpiderConfig(), dtype) is None
-    for experts in (32, 20):  # the kernel gives 2^31 - 1 and 20
+    for experts in (32, 20):  # for NaN the kernel returns indices 2^31 - 1 and 20
         score = torch.full((300, experts), math.nan, device="cuda")
         assert (route(score, torch.zeros(experts, device="cuda"), 2, "tile")[0] < experts).all()
 
@@ -84,9 +84,9 @@ def in_place_of_gpu(check, *arguments):
 
 @pytest.fixture
 def machine(monkeypatch, kernels):
-    """Pretend that there is a GPU with TileKernels and Triton, which pass the checks. Attributes of
-    the result change what is found: capability, product, and fault, an error of the device after a
-    check."""
+    """Pretend that a GPU has TileKernels and Triton, which pass the checks. Attributes of the
+    result change the GPU: its capability, Triton's product, and `fault`, an error that the device
+    raises after a check."""
     found = SimpleNamespace(capability=(9, 0), product=grouped_product, fault=None)
 
     def synchronize(device):
@@ -108,7 +108,7 @@ def machine(monkeypatch, kernels):
 
 
 @pytest.mark.parametrize("capability", ((8, 9), (9, 0), (10, 3), (12, 0)))
-def test_auto_prefers_triton_then_tile_kernels_then_grouped(machine, capability):
+def test_auto_chooses_a_backend_by_gpu_and_compilation(machine, capability):
     machine.capability = capability
     at_once = capability[0] in (9, 10)
     assert machine.resolve("auto") == ("tile" if at_once else "triton", "")
@@ -120,7 +120,7 @@ def test_auto_prefers_triton_then_tile_kernels_then_grouped(machine, capability)
 
 
 class Changed(torch.autograd.Function):
-    """Change a value by one function, and its gradient by another."""
+    """Apply one function to a value and another to its gradient."""
 
     @staticmethod
     def forward(ctx, x, change_value, change_gradient):
@@ -132,12 +132,11 @@ class Changed(torch.autograd.Function):
         return ctx.change_gradient(grad), None, None
 
 
-def spoil(value=torch.clone, rows=torch.clone, weights=torch.clone):
-    """Return a grouped product whose value, or the gradients of whose rows or weights, are
-    changed."""
+def spoil(value=torch.clone, slots=torch.clone, weights=torch.clone):
+    """Return a grouped product with a changed value, or changed gradients of slots or weights."""
 
     def product(slots_PD, weights_EDF, expert_end):
-        slots_PD = Changed.apply(slots_PD, torch.clone, rows)
+        slots_PD = Changed.apply(slots_PD, torch.clone, slots)
         weights_EDF = Changed.apply(weights_EDF, torch.clone, weights)
         return Changed.apply(grouped_product(slots_PD, weights_EDF, expert_end), value, torch.clone)
 
@@ -145,12 +144,12 @@ def spoil(value=torch.clone, rows=torch.clone, weights=torch.clone):
 
 
 def without_empty_experts(grad):
-    """Make the gradient of an expert without rows, all zeros, uninitialized."""
+    """Make the gradient of an expert without slots nonzero, as uninitialized memory is."""
     return torch.where((grad == 0).all((1, 2), keepdim=True), 1e-3, grad)
 
 
 @BOTH_DTYPES
-def test_the_check_accepts_a_right_product_and_names_what_of_another_is_wrong(dtype):
+def test_check_accepts_a_right_product_and_names_what_is_wrong(dtype):
     def wrong(product) -> str | None:
         return find_wrong(check_product(product, CPU, CONFIG, dtype))
 
@@ -158,7 +157,7 @@ def test_the_check_accepts_a_right_product_and_names_what_of_another_is_wrong(dt
     for part, change, named in (
         ("value", lambda y: y.roll(1, 1), "the value of "),
         ("value", lambda y: y * math.nan, "the value of "),
-        ("rows", lambda g: g * 1.01, "the gradient of rows of "),
+        ("slots", lambda g: g * 1.01, "the gradient of rows of "),
         ("weights", lambda g: g.roll(1, 0), "the gradient of weights of "),
         ("weights", without_empty_experts, "the gradient of weights of "),
     ):
@@ -205,7 +204,7 @@ def without(module):
         ("tile", without("tile_kernels"), r"cannot be imported.*pip install -e \"\.\[tile\]\""),
     ),
 )
-def test_without_usable_kernels_auto_takes_grouped_and_says_why_and_their_name_is_an_error(
+def test_unusable_kernel_is_an_error_and_auto_falls_back_to_grouped(
     machine, monkeypatch, backend, change, expected
 ):
     change(machine, monkeypatch)
@@ -236,21 +235,21 @@ def test_auto_tries_tile_kernels_after_triton(machine):
         ((9, 0), dict(n_routed_experts=0), "no routed experts"),
     ),
 )
-def test_tile_refuses_what_the_kernels_do_not_support(machine, capability, change, message):
+def test_tile_refuses_unsupported_gpus_and_models(machine, capability, change, message):
     machine.capability = capability
     with pytest.raises(BackendError, match=message):
         machine.resolve("tile", config=replace(CONFIG, **change))
 
 
 @pytest.mark.parametrize("name", ("auto", "tile", "triton"))
-def test_a_check_that_crashes_the_gpu_ends_the_run(machine, name):
-    """Nothing else can run in that process, so `auto` cannot take grouped."""
+def test_check_that_crashes_the_gpu_ends_the_run(machine, name):
+    """CUDA is unusable for the rest of the process, so `auto` cannot fall back to grouped."""
     machine.fault = "CUDA error: an illegal memory access was encountered\nCUDA kernel errors might"
     with pytest.raises(BackendError, match="illegal memory access.*--moe_backend grouped$"):
         machine.resolve(name)
 
 
-def test_without_a_gpu_auto_takes_grouped_silently_and_tile_and_triton_are_errors():
+def test_without_a_gpu_auto_uses_grouped_and_kernels_are_errors():
     for name, backend in (("auto", "grouped"), ("loop", "loop"), ("grouped", "grouped")):
         assert resolve_backend(name, CPU, CONFIG, torch.float32) == (backend, "")
     for name in KERNELS:
@@ -258,7 +257,7 @@ def test_without_a_gpu_auto_takes_grouped_silently_and_tile_and_triton_are_error
             resolve_backend(name, CPU, CONFIG, torch.float32)
 
 
-def test_fp8_experts_are_refused_on_a_gpu_without_a_grouped_fp8_product(machine):
+def test_fp8_experts_need_a_gpu_with_a_grouped_fp8_product(machine):
     machine.capability = (12, 0)
     with pytest.raises(UsageError, match="^--fp8_experts: .*sm_90"):
         check_fp8_experts("fp8", GPU, SpiderConfig())

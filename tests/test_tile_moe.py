@@ -1,4 +1,4 @@
-"""Routing and experts: all backends equal one dense reference, forward and backward."""
+"""Routing and experts: all backends match one dense reference, forward and backward."""
 
 import math
 from typing import NamedTuple
@@ -15,7 +15,7 @@ from tile_moe import ALIGNMENT, balance, moe_forward, route, sort_by_expert
 
 
 class Operands(NamedTuple):
-    """The arguments of moe_forward that have a gradient."""
+    """The arguments of moe_forward that get a gradient."""
 
     x: Tensor
     topk_weights: Tensor
@@ -46,7 +46,7 @@ def dense_reference(topk_idx: Tensor, tensors: Operands) -> Tensor:
 
 
 def check_close(ours: Tensor, exact: Tensor, tolerance: float):
-    """Check the norm of the difference, relative to the exact one's."""
+    """Check the norm of the difference, relative to the norm of `exact`."""
     exact = exact.detach().double()
     assert (ours.detach().double() - exact).norm() <= tolerance * exact.norm()
 
@@ -60,7 +60,7 @@ def check_backend(
     hidden: int = D,
     product=None,
 ):
-    """Compare value and every gradient of a backend with the reference."""
+    """Compare a backend's value and all its gradients with the reference."""
     tensors = operands(dtype, device, hidden)
     upstream = torch.randn(N, hidden, generator=torch.Generator().manual_seed(2)).to(device)
     topk_idx = routing(kind).to(device)
@@ -83,7 +83,7 @@ BOTH_PRECISIONS = pytest.mark.parametrize(
 @EVERY_ROUTING
 @BOTH_PRECISIONS
 @pytest.mark.parametrize("backend", ("loop", "grouped", "tile"))
-def test_backends_equal_the_dense_reference_in_value_and_gradient(
+def test_backends_match_the_dense_reference_in_value_and_gradients(
     backend, kind, dtype, tolerance, kernels
 ):
     check_backend(backend, kind, dtype, tolerance)
@@ -94,35 +94,35 @@ def test_backends_equal_the_dense_reference_in_value_and_gradient(
 @pytest.mark.parametrize(
     "backend", ("grouped", pytest.param("tile", marks=INSTALLED)), ids=("grouped", "tile")
 )
-def test_backends_equal_the_dense_reference_on_a_gpu(backend, kind):
+def test_backends_match_the_dense_reference_on_a_gpu(backend, kind):
     check_backend(backend, kind, torch.bfloat16, 2e-2, "cuda", hidden=256)
 
 
 @pytest.mark.gpu
 @EVERY_ROUTING
-def test_experts_in_fp8_equal_the_dense_reference_on_a_gpu(kind):
+def test_fp8_experts_match_the_dense_reference_on_a_gpu(kind):
     if not has_fp8(experts=True):
         pytest.skip("torch's grouped FP8 product needs sm_90 or sm_100")
 
-    def product(rows, weights, end):
+    def product(slots, weights, end):
         column_major = weights.mT.contiguous().mT
-        return tile_moe.fp8_grouped_product(rows, column_major, end)
+        return tile_moe.fp8_grouped_product(slots, column_major, end)
 
     check_backend("grouped", kind, torch.bfloat16, 0.1, "cuda", hidden=256, product=product)
 
 
 @EVERY_ROUTING
 @pytest.mark.parametrize("backend", ("loop", "grouped"))
-def test_experts_in_emulated_fp8_equal_the_reference_within_its_rounding(backend, kind):
-    """e4m3 keeps 4 bits: 3% a product, three in a row. Without rounding nothing would be
-    emulated."""
+def test_emulated_fp8_experts_match_the_reference_to_fp8_rounding(backend, kind):
+    """e4m3 keeps 4 bits, an error of 3% in each of three products in a row. An error near zero
+    would mean that nothing was rounded."""
     check_backend(backend, kind, torch.bfloat16, 0.1, product=tile_moe.fp8_grouped_product)
     with pytest.raises(AssertionError):
         check_backend(backend, kind, torch.float32, 0.005, product=tile_moe.fp8_grouped_product)
 
 
 @BOTH_PRECISIONS
-def test_a_single_token_in_decoding_equals_the_dense_reference(dtype, tolerance):
+def test_single_decoded_token_matches_the_dense_reference(dtype, tolerance):
     topk_idx = routing("uneven")
     x, topk_weights, *weights = operands(dtype)
     with torch.no_grad():
@@ -134,9 +134,9 @@ def test_a_single_token_in_decoding_equals_the_dense_reference(dtype, tolerance)
             check_close(y, exact, tolerance)
 
 
-def test_rows_without_a_token_never_reach_a_result():
-    def product(rows, weights, expert_end):
-        out = tile_moe.grouped_product(rows, weights, expert_end)
+def test_slots_without_a_token_never_reach_a_result():
+    def product(slots, weights, expert_end):
+        out = tile_moe.grouped_product(slots, weights, expert_end)
         is_unused = torch.arange(len(out)) >= expert_end[-1]
         return torch.where(is_unused[:, None], torch.nan, out)
 
@@ -145,23 +145,23 @@ def test_rows_without_a_token_never_reach_a_result():
 
 @EVERY_ROUTING
 @pytest.mark.parametrize("backend", ("grouped", "tile"))
-def test_every_expert_has_rows_and_every_slot_a_row_of_its_expert(backend, kind, kernels):
-    """On sm_100 the weight gradient of a group without rows is uninitialized."""
+def test_every_expert_has_slots_and_tokens_get_slots_of_their_experts(backend, kind, kernels):
+    """On sm_100 the weight gradient of a group without slots is uninitialized."""
     topk_idx = routing(kind)
-    rows, source, end = sort_by_expert(topk_idx, E, backend)
+    slots, source, end = sort_by_expert(topk_idx, E, backend)
     start = F.pad(end[:-1], (1, 0))
     assert (end > start).all()
     assert (end % ALIGNMENT == 0).all()
     assert end[-1] <= len(source)
-    assert len(rows.unique()) == N * K
-    assert (start[topk_idx] <= rows).all()
-    assert (rows < end[topk_idx]).all()
+    assert len(slots.unique()) == N * K
+    assert (start[topk_idx] <= slots).all()
+    assert (slots < end[topk_idx]).all()
 
 
 @pytest.mark.parametrize("backend", ("loop", "grouped", "triton", "tile"))
 @pytest.mark.parametrize("k", (1, 2, 3))
-def test_routing_selects_by_bias_and_weighs_by_probability(k, backend, kernels):
-    """A single expert's probability is not divided by itself."""
+def test_routing_selects_with_the_bias_and_weights_by_probability(k, backend, kernels):
+    """With k = 1 the weight is the probability itself, not normalized to 1."""
     score = torch.randn(8, E, requires_grad=True)
     bias = torch.tensor([10.0, 0, 0, 0, 0])
     topk_idx, weights = route(score, bias, k, backend)
@@ -176,21 +176,21 @@ def test_routing_selects_by_bias_and_weighs_by_probability(k, backend, kernels):
 
 
 @pytest.mark.parametrize("backend", ("grouped", "tile"))
-def test_balance_losses_and_loads_leave_out_padding(backend, kernels):
-    """Of several routings at once, in one of which all rows are padding."""
+def test_balance_losses_and_counts_ignore_padding(backend, kernels):
+    """Three routings at once; in the last, all tokens are padding."""
     score = torch.randn(3, 8, E)
     share = torch.tensor([[0.25] * 4 + [0.0] * 4, [0.1] * 8, [0.0] * 8])
     topk_idx = torch.stack([route(part, torch.zeros(E), K, "grouped")[0] for part in score])
     aux_loss, z_loss, count = balance(score, topk_idx, share, backend)
     expected_aux = torch.zeros(())
     expected_z = torch.zeros(())
-    for i, rows in ((0, 4), (1, 8)):
+    for i, tokens in ((0, 4), (1, 8)):
         weight = share[i].sum()
-        expected_count = torch.bincount(topk_idx[i, :rows].flatten(), minlength=E)
-        f = expected_count * E / (rows * K)
-        prob = score[i, :rows].softmax(-1)
+        expected_count = torch.bincount(topk_idx[i, :tokens].flatten(), minlength=E)
+        f = expected_count * E / (tokens * K)
+        prob = score[i, :tokens].softmax(-1)
         expected_aux += weight * (f * prob.mean(0)).sum()
-        expected_z += weight * score[i, :rows].logsumexp(-1).square().mean()
+        expected_z += weight * score[i, :tokens].logsumexp(-1).square().mean()
         assert torch.equal(count[i], expected_count.float())
     assert not count[2].any()
     torch.testing.assert_close(aux_loss, expected_aux)
@@ -198,7 +198,7 @@ def test_balance_losses_and_loads_leave_out_padding(backend, kernels):
 
 
 @pytest.mark.parametrize("backend", ("loop", "grouped", "tile"))
-def test_nan_scores_give_nan_in_their_rows_alone_and_valid_indices(backend, kernels):
+def test_nan_scores_give_valid_indices_and_nan_only_in_their_tokens(backend, kernels):
     nan = torch.full((3, 32), math.nan)
     assert (route(nan, torch.zeros(32), K, backend)[0] < 32).all()
     score = torch.randn(N, E)
@@ -216,15 +216,15 @@ def test_nan_scores_give_nan_in_their_rows_alone_and_valid_indices(backend, kern
     assert score.grad[4].isnan().all()
 
 
-def test_deterministic_mode_counts_loads_without_the_kernels_atomic_sums(kernels, monkeypatch):
+def test_deterministic_mode_counts_without_the_kernels_atomic_sums(kernels, monkeypatch):
     score = torch.randn(1, N, E)
     share = torch.full((1, N), 1 / N)
     topk_idx, _ = route(score[0], torch.zeros(E), K, "grouped")
 
-    def load(backend):
+    def counts(backend):
         return balance(score, topk_idx[None], share, backend).tokens_per_expert
 
     monkeypatch.setattr(Kernels, "aux_fi", staticmethod(lambda *args: torch.full((E,), math.nan)))
-    assert load("tile").isnan().all()
+    assert counts("tile").isnan().all()
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
-    assert torch.equal(load("tile"), load("grouped"))
+    assert torch.equal(counts("tile"), counts("grouped"))

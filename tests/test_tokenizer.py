@@ -1,4 +1,4 @@
-"""tokenizer.py: texts to ids and back."""
+"""tokenizer.py: text to ids and back."""
 
 import random
 import sys
@@ -7,7 +7,7 @@ import tokenizer
 from tokenizer import BOS_ID, EOS_ID, PAD_ID, VOCAB_SIZE, decode, encode
 
 
-def test_decode_returns_the_text_that_was_encoded():
+def test_decode_inverts_encode():
     characters = "".join(map(chr, (*range(0xD800), *range(0xE000, sys.maxunicode + 1))))
     ids = encode(characters)
     assert ids == [BOS_ID, *characters.encode(), EOS_ID]

@@ -36,7 +36,7 @@ from spider.training.run import RunProgress
 from spider_model import Spider
 from tokenizer import decode
 
-# A name of its own: conftest times no step
+# Imported by name, because conftest replaces train.time_steps
 from train import (
     Flags,
     StepSettings,
@@ -53,15 +53,13 @@ NOW = StepSettings(n_loops=2)
 # The step
 
 
-def test_a_step_without_a_target_has_a_loss_of_zero():
+def test_step_without_targets_has_zero_loss():
     ids = text(2, 32)
     batch = Batch.of(ids, torch.full_like(ids, -100), 0)
     assert train.accumulate(awake(small_config()), [batch], NOW)["loss"] == 0
 
 
-def test_several_skipped_steps_in_a_row_end_the_run_and_leave_its_checkpoints(
-    train_small, error_of
-):
+def test_run_stops_after_max_skipped_steps_and_keeps_its_checkpoints(train_small, error_of):
     directory = train_small("--ckpt_every 1", steps=2)
     saved = {path: path.read_bytes() for path in directory.glob("*.pt")}
     flags = "--lr 1000 --warmup_steps 0 --grad_clip 0 --eval_every 0 --max_skipped 3"
@@ -72,7 +70,7 @@ def test_several_skipped_steps_in_a_row_end_the_run_and_leave_its_checkpoints(
     assert steps < 40
     assert [line["skipped"] for line in lines][-3:] == [True] * 3
     assert None in [line["grad_norm"] for line in lines]
-    # also where these steps are the last, and where no further one is left
+    # the error is the same if these steps are the last, and if no step is left
     for _ in range(2):
         assert "lower --lr" in error_of(flags, steps=steps, status=1)
     assert "settings differ" in error_of(flags, "--lr 0.1", steps=steps)
@@ -80,8 +78,8 @@ def test_several_skipped_steps_in_a_row_end_the_run_and_leave_its_checkpoints(
 
 @pytest.mark.slow
 def test_one_step_of_the_1b_model_runs_in_bf16(tmp_path, run_on):
-    """64 bytes, in a process that returns its 15 GB. By 8-bit AdamW, since Muon's 18 TFLOP take
-    minutes without AMX."""
+    """Train on 64 bytes, in a child process so that its 15 GB are freed. AdamW has 8-bit states,
+    because Muon's 18 TFLOP take minutes without AMX."""
     argv = """
         --mock_data --model 1b --precision bf16 --seq_len 64 --micro_batch 1 --max_steps 1
         --eval_every 0 --ckpt_dir run --device cpu --optimizer adamw8bit
@@ -101,7 +99,7 @@ WSD = replace(FLAGS, schedule="wsd", wsd_decay_fraction=0.2)
 SCHEDULES = Flags.__dataclass_fields__["schedule"].metadata["choices"]
 
 RATES = (
-    (FLAGS, 40, 100, 0.1 + 0.9 * 0.75),  # a third of the way, and cos(pi / 3) is 0.5
+    (FLAGS, 40, 100, 0.1 + 0.9 * 0.75),  # a third of the way: cos(pi / 3) is 0.5
     (WSD, 80, 100, 1.0),
     (WSD, 91, 100, 0.1 + 0.9 * 0.5),
     (replace(WSD, wsd_decay_fraction=0.0), 119, 100, 1.0),
@@ -109,11 +107,11 @@ RATES = (
 
 
 @pytest.mark.parametrize("flags, step, horizon, factor", RATES)
-def test_the_rate_of_a_step_is_that_of_its_schedule_and_of_no_other(flags, step, horizon, factor):
+def test_learning_rate_follows_only_its_own_schedule(flags, step, horizon, factor):
     assert lr_factor(step, horizon, flags) == pytest.approx(factor)
     for other in {*SCHEDULES} - {flags.schedule}:
         other_factor = lr_factor(step, horizon, replace(flags, schedule=other))
-        assert abs(other_factor - factor) > 0.05, f"{other} has the same rate: choose another step"
+        assert abs(other_factor - factor) > 0.05, f"{other} has this rate too: choose another step"
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -121,32 +119,32 @@ def test_every_schedule_warms_up_and_ends_at_its_minimum(schedule):
     flags = replace(FLAGS, schedule=schedule)
     assert lr_factor(4, 100, flags) == pytest.approx(5 / 11)
     assert lr_factor(10, 10, flags) == 1
-    assert lr_factor(11, 11, flags) == pytest.approx(0.1)  # one step after the warm-up
+    assert lr_factor(11, 11, flags) == pytest.approx(0.1)  # the first step after the warm-up
     assert lr_factor(0, 100, replace(flags, warmup_steps=0)) == 1
 
 
-def test_each_schedule_has_its_rates_in_the_table_and_others_are_refused():
+def test_rates_cover_every_schedule_and_an_unknown_schedule_is_refused():
     missing = {*SCHEDULES} - {flags.schedule for flags, *_ in RATES}
-    assert not missing, f"{missing}: add a step's rate by the formula to RATES"
+    assert not missing, f"{missing}: compute a step's rate by hand and add it to RATES"
     with pytest.raises(ValueError, match="'none such' has no rates"):
         lr_factor(70, 100, replace(FLAGS, schedule="none such"))
 
 
 def mixture(*parts: tuple[int, float]) -> Loader:
-    """Return a loader of sequences of one byte; parts: the bytes and the weight of each source."""
+    """Return a loader of one-byte sequences; each part is a source's bytes and weight."""
     return Loader([source([0] * (size + 1), weight=weight) for size, weight in parts], 1, 0)
 
 
-def test_dropout_of_a_mixture_follows_the_epochs_of_its_sources():
+def test_mixture_dropout_follows_the_epochs_of_its_sources():
     loader = mixture((7000, 0.7), (300, 0.3))
 
     def first_of_epoch(epoch: int) -> int:
-        """Return the first sequence of an epoch of the second source, counted from 0."""
+        """Return the first sequence in an epoch (from 0) of the second source."""
         return next(g for g in range(10_000) if loader.epochs(g)[1] == epoch)
 
     second = first_of_epoch(1)
     eighth = first_of_epoch(7)
-    assert 700 < second < 1400  # its share of the first sequences is not exactly 0.3
+    assert 700 < second < 1400  # not exactly 1000: the order of sources is random
     expected = {
         0: 0,
         second - 1: 0,
@@ -168,7 +166,7 @@ def test_dropout_of_a_mixture_follows_the_epochs_of_its_sources():
         (1500, 100, 1, False),
     ),
 )
-def test_tables_are_cleared_in_the_step_that_begins_an_epoch_if_half_of_it_is_left(
+def test_epoch_start_clears_tables_if_half_of_the_epoch_remains(
     target_tokens, first, epoch, clears
 ):
     """An epoch has 100 sequences of 10 bytes."""
@@ -179,14 +177,14 @@ def test_tables_are_cleared_in_the_step_that_begins_an_epoch_if_half_of_it_is_le
 
 
 def cleared_at(loader: Loader, target_tokens: int) -> list[int]:
-    """Return the first sequence of each epoch for which tables are cleared, of 5,000 sequences."""
+    """Return the sequences, of 5,000, at which an epoch starts and the tables are cleared."""
     flags = Flags(engram_reset=True, target_tokens=target_tokens, seq_len=1)
     epochs = [loader.epoch(g) for g in range(5000)]
-    begun = [g for g in range(1, 5000) if epochs[g] > epochs[g - 1]]
-    return [g for g in begun if clears_tables(flags, loader, g)]
+    starts = [g for g in range(1, 5000) if epochs[g] > epochs[g - 1]]
+    return [g for g in starts if clears_tables(flags, loader, g)]
 
 
-def test_tables_of_a_mixture_are_cleared_once_a_pass_over_all_of_it():
+def test_mixture_clears_tables_once_per_pass_over_all_sources():
     equal = mixture((500, 0.5), (500, 0.5))
     cleared = cleared_at(equal, 5000)
     assert len(cleared) == 4
@@ -201,12 +199,12 @@ def test_tables_of_a_mixture_are_cleared_once_a_pass_over_all_of_it():
 # Casts of weights, compilation
 
 
-# Nats by which losses of `tiny` in bf16 may differ from those in fp32. The largest difference is
-# not bounded, since a step with a spike differs by up to 1.2.
-FIRST_STEPS = 0.0015  # the most in the first six steps, before differences grow
-SHIFT = 0.002  # in the median
-SPREAD = 0.006  # in the median, without the sign
-# Measured on a CPU, from two starts (docs/results/performance.jsonl):
+# Nats by which losses of `tiny` in bf16 may differ from its losses in fp32. The maximum over all
+# steps has no bound: it reaches 1.2 in a step with a spike.
+FIRST_STEPS = 0.0015  # maximum over the first six steps, before differences grow
+SHIFT = 0.002  # median difference
+SPREAD = 0.006  # median absolute difference
+# Measured on a CPU, from two initializations (docs/results/performance.jsonl):
 #
 #     bf16                                                    0.0004   0.0004   0.0030
 #     attention whose output is zero for the last 100 rows    0.0027   0.0006   0.0035
@@ -215,8 +213,8 @@ SPREAD = 0.006  # in the median, without the sign
 
 @pytest.mark.gpu
 @pytest.mark.slow
-def test_tiny_has_the_losses_of_a_cpu_on_a_gpu_but_for_rounding(tmp_path):
-    """300 steps on the text of this repository, from the same weights."""
+def test_tiny_losses_on_a_gpu_match_the_cpu_to_rounding(tmp_path):
+    """Train 300 steps on this repository's text, from the same weights."""
     names = "README.md docs spider tests train.py data.py sample.py spider_model.py tile_moe.py"
     inputs = [ROOT / name for name in names.split()]
     assert prepare(*inputs, "--ext=.py,.md", "--out", tmp_path / "data") == 0
@@ -224,7 +222,7 @@ def test_tiny_has_the_losses_of_a_cpu_on_a_gpu_but_for_rounding(tmp_path):
         --model tiny --data_dir data --seq_len 4096 --micro_batch 1 --target_tokens 1228800
         --eval_every 0 --dropout 0 --no-engram_reset
     """
-    # a GPU draws other weights from a seed
+    # a GPU draws different weights from the same seed
     same_weights = "--resume start --reset_steps"
     losses = {}
     for name, others in (
@@ -244,18 +242,16 @@ def test_tiny_has_the_losses_of_a_cpu_on_a_gpu_but_for_rounding(tmp_path):
     assert median(sizes) < SPREAD
 
 
-def test_a_run_leaves_products_of_fp32_without_tf32(train_small):
+def test_run_leaves_tf32_off_for_fp32_products(train_small):
     train_small("--precision bf16", steps=1)
     assert torch.get_float32_matmul_precision() == "highest"
     assert not torch.backends.cuda.matmul.allow_tf32
 
 
 @pytest.mark.parametrize("fp8, experts", ((False, False), (True, False), (True, True)))
-def test_weights_cast_once_for_all_loops_and_micro_steps_give_the_same_gradient(
-    fp8, experts, monkeypatch
-):
-    """The casts are counted: with recomputation, two loops and two micro-steps, each Linear's
-    weight once."""
+def test_weights_cast_once_per_step_give_the_same_gradients(fp8, experts, monkeypatch):
+    """Each Linear casts its weight once in a step of two loops and two micro-steps, even with
+    activation checkpointing."""
     model = awake(small_config())
     model.compute_dtype = torch.bfloat16
     model.recompute = "all"
@@ -285,7 +281,7 @@ def test_weights_cast_once_for_all_loops_and_micro_steps_give_the_same_gradient(
         torch.testing.assert_close(cast_once[name], gradient, rtol=0.03, atol=0.01 * largest)
 
 
-def test_the_warm_up_passes_change_nothing():
+def test_warm_up_passes_change_nothing():
     model = awake(small_config())
     before = weights_of(model)
     random_state = torch.get_rng_state()
@@ -301,12 +297,12 @@ def test_the_warm_up_passes_change_nothing():
 # Evaluation and samples
 
 
-def test_evaluation_is_the_same_for_every_batch_size_and_changes_nothing():
+def test_evaluation_ignores_the_batch_size_and_changes_nothing():
     model = awake(small_config())
-    rows = validation_sets([mock_source(0)], 32, 1000)
+    validation = validation_sets([mock_source(0)], 32, 1000)
     before = weights_of(model)
     random_state = torch.get_rng_state()
-    results = [train.evaluate(model, rows, size, 2, world_of()) for size in (1, 3, 32)]
+    results = [train.evaluate(model, validation, size, 2, world_of()) for size in (1, 3, 32)]
     for other in results[1:]:
         assert other == pytest.approx(results[0], rel=1e-5)
     assert model.training
@@ -314,10 +310,8 @@ def test_evaluation_is_the_same_for_every_batch_size_and_changes_nothing():
     assert_same(before, weights_of(model))
 
 
-def test_a_mixture_is_validated_source_by_source_and_as_a_whole(
-    tmp_path, shards, train_small, new_log
-):
-    """The second source is one byte again and again, which is soon predicted better."""
+def test_mixture_is_validated_per_source_and_as_a_whole(tmp_path, shards, train_small, new_log):
+    """The second source repeats one byte, so the model soon predicts it better."""
     (tmp_path / "same").mkdir()
     for name in ("train", "val"):
         np.full(400, 65, "<u2").tofile(tmp_path / "same" / f"{name}-0.bin")
@@ -331,10 +325,8 @@ def test_a_mixture_is_validated_source_by_source_and_as_a_whole(
     assert f"validation of {names[1]}: bpb {second:.4f}" in new_log()
 
 
-def test_a_run_ends_with_a_sample_that_continues_a_prompt_or_held_out_text(
-    shards, train_small, new_log
-):
-    """Once, also if --sample_every is due, and without control characters but line breaks."""
+def test_run_ends_with_one_sample_from_the_prompt_or_held_out_text(shards, train_small, new_log):
+    """--sample_every adds no second sample. Control characters, except line breaks, are escaped."""
     held_out = decode(np.fromfile(shards / "val-0.bin", "<u2")[:32].tolist())
     text = b"a\n\x1bb\tc"
 
@@ -354,7 +346,7 @@ def test_a_run_ends_with_a_sample_that_continues_a_prompt_or_held_out_text(
         assert [line.partition(" ")[2] for line in lines[:2]] == ["    a", "    \\x1bb      c"]
 
 
-def test_a_sample_has_the_loops_of_training_and_leaves_the_model_training_also_if_it_fails(new_log):
+def test_sample_uses_training_loops_and_failure_restores_training_mode(new_log):
     model = awake(small_config())
     loops = []
 
@@ -369,7 +361,7 @@ def test_a_sample_has_the_loops_of_training_and_leaves_the_model_training_also_i
     assert "no sample: not for decoding" in new_log()
 
 
-def test_a_sample_ends_when_its_time_is_over(monkeypatch, new_log):
+def test_sample_stops_at_its_time_limit(monkeypatch, new_log):
     model = awake(small_config())
     model.generate = lambda *_, **__: iter(b"xy")
     monkeypatch.setattr(train, "SAMPLE_SECONDS", 0.0)
@@ -388,10 +380,10 @@ def test_ruined_weights_are_reported_instead_of_sampled(tmp_path, trained, train
 
 
 # --------------------------------------------------------------------------------------------------
-# Other weights, timing
+# Given weights, timing
 
 
-def test_a_run_from_other_weights_evaluates_before_its_first_step(trained, train_small, new_log):
+def test_run_from_given_weights_evaluates_before_its_first_step(trained, train_small, new_log):
     begin = ("--reset_steps --resume", trained)
     train_small(*begin, steps=3)
     _, first, after = new_log().partition("before the first step:")
@@ -402,8 +394,8 @@ def test_a_run_from_other_weights_evaluates_before_its_first_step(trained, train
     assert first not in new_log()
 
 
-def test_steps_of_a_subclass_that_cannot_be_copied_are_timed_and_its_memory_is_freed(monkeypatch):
-    """Also if the model refers to itself. torch frees what the collector has freed before."""
+def test_timing_steps_of_an_uncopyable_subclass_frees_its_memory(monkeypatch):
+    """The model refers to itself, so the garbage collector must run before torch can free it."""
     models = []
     freed = []
 

@@ -1,5 +1,4 @@
-"""The code of docs/guide/trying-an-idea.md: its model decodes as it trains, and train.py trains
-it."""
+"""The model in docs/guide/trying-an-idea.md trains, decodes and samples."""
 
 import pytest
 import torch
@@ -15,14 +14,14 @@ from tokenizer import EOS_ID
 
 @pytest.fixture(scope="module")
 def page() -> dict:
-    """Return the names that the page's blocks define."""
+    """Return the names that the page's code blocks define."""
     names = {"__name__": "my_idea"}
     for block in code_blocks("guide/trying-an-idea.md"):
         exec(block, names)
     return names
 
 
-def test_the_pages_model_trains_and_decodes_as_in_the_full_pass(page):
+def test_model_of_the_page_trains_and_decodes_like_its_full_pass(page):
     model = page["MySpider"](small_config())
     ids = text(2, 24)
     ids[0, 11] = EOS_ID
@@ -45,7 +44,7 @@ def test_the_pages_model_trains_and_decodes_as_in_the_full_pass(page):
     torch.testing.assert_close(torch.cat(stepped, dim=1), full, rtol=0, atol=2e-5)
 
 
-def test_a_core_layer_that_calls_tokens_before_is_refused_in_decoding(page):
+def test_core_layer_that_calls_tokens_before_is_refused_in_decoding(page):
     class Core(RecurrentBlock):
         def forward(self, x_nD, packing, retrieved, active, state, caches, reuse=None):
             if caches[0] is not None:
@@ -59,10 +58,10 @@ def test_a_core_layer_that_calls_tokens_before_is_refused_in_decoding(page):
         MixedCore(small_config()).eval().decoding_state()
 
 
-def test_train_py_trains_the_pages_model_and_sample_py_samples_from_it(
+def test_page_model_trains_with_train_py_and_samples_with_sample_py(
     page, tmp_path, shards, monkeypatch, capsys
 ):
-    """If a layer keeps no rows, its model trains and is evaluated, but does not write."""
+    """A model with a layer that caches no tokens trains and evaluates, but refuses to generate."""
     directory = tmp_path / "run"
     flags = run_flags(shards, directory, "--precision fp32", steps=2)
     assert page["main"](flags) == 0

@@ -1,4 +1,4 @@
-"""The page docs/guide/your-own-loop.md runs as it stands, but for sizes."""
+"""The code of docs/guide/your-own-loop.md runs as printed, with smaller sizes."""
 
 import re
 import warnings
@@ -13,8 +13,8 @@ from spider.model.memory import EngramTable, tables_of
 from spider.training.checkpoint import load_checkpoint
 from spider_model import Spider
 
-# Three blocks train a model, save it, and train it with another optimizer. The last one trains one
-# under transformers' Trainer, whose imports take longer than all others.
+# Three blocks train a model, save it, and train it with another optimizer. The last block trains a
+# model with transformers' Trainer, whose imports take longer than all the rest.
 *OWN_LOOP, TRAINER = code_blocks("guide/your-own-loop.md")
 SIZES = "steps, rows, length, peak = 200, 4, 512, 0.01\n"
 SMALLER = "steps, rows, length, peak = 12, 2, 64, 0.02\n"
@@ -25,9 +25,7 @@ SMALLER = "steps, rows, length, peak = 12, 2, 64, 0.02\n"
     (OWN_LOOP, pytest.param([*OWN_LOOP, TRAINER], marks=pytest.mark.slow)),
     ids=("own", "Trainer"),
 )
-def test_every_block_of_the_page_runs_and_changes_every_table(
-    blocks, tmp_path, monkeypatch, capsys
-):
+def test_every_code_block_runs_and_trains_every_table(blocks, tmp_path, monkeypatch, capsys):
     assert OWN_LOOP[0].count(SIZES) == 1
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(EngramTable, "warned", False)
