@@ -55,7 +55,7 @@ def json_line(text: str) -> str:
 # Documents and their split
 
 
-def test_text_is_split_like_nanogpts_tinyshakespeare():
+def test_tinyshakespeare_is_split_at_the_usual_byte():
     write("in.txt", bytes(1_115_394))
     prepare("in.txt --binary --out o")
     [source] = open_data("o")
@@ -240,7 +240,7 @@ def test_format_of_stdin_is_guessed(monkeypatch, capsys, raw, layout, texts):
     assert [name for name in os.listdir("o") if name.endswith(".tmp")] == []
 
 
-def test_text_that_spells_special_tokens_becomes_plain_bytes():
+def test_spelled_special_tokens_become_plain_bytes():
     """Only a byte order mark at the start of a file or line is dropped."""
     spelled = "\0\1\2\3\u0100\u0101\u010f<PAD><BOS>"
     line = BOM_UTF8 + json_line(spelled).encode()

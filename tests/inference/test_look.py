@@ -88,7 +88,7 @@ class Page(HTMLParser):
 
 @pytest.mark.parametrize("boundaries", ("words", "flexitokens"))
 @pytest.mark.parametrize("length", (1, 560))
-def test_recorded_values_equal_those_of_the_full_pass(length, boundaries):
+def test_recorded_values_equal_the_full_pass(length, boundaries):
     model = model_of(boundaries=boundaries)
     text = text_of(length)
     analysis = look.read(model, text, 3)
@@ -130,7 +130,7 @@ def test_long_text_is_read_in_windows_overlapping_by_half(monkeypatch, changes):
     assert sum(int((~gate.isnan()).sum()) for gate in gates) == sum(record.loops)
 
 
-def test_recorded_gates_are_the_ones_applied(monkeypatch):
+def test_recorded_gates_equal_the_applied_gates(monkeypatch):
     model = model_of()
     engram = type(model.core.layers[1].engram)
     monkeypatch.setattr(engram, "gate", lambda self, h, key: h.new_full((len(h), 1), 0.25))
@@ -175,7 +175,7 @@ def test_show_takes_a_file_stdin_or_a_literal_text(tmp_path, monkeypatch):
 # In a terminal and as a page
 
 
-def test_printed_text_has_no_terminal_escapes(show, monkeypatch):
+def test_control_characters_in_a_text_never_reach_the_terminal(show, monkeypatch):
     model = model_of()
     plain, _ = show(model, ODD)
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)

@@ -272,7 +272,7 @@ def test_compiler_check_finds_errors_and_wrong_values(
 
 
 @pytest.mark.parametrize("compile, status", (("on", 2), ("auto", 0)))
-def test_compile_failure_in_a_run_stops_on_and_lets_auto_continue(
+def test_compile_failure_ends_the_run_under_on_but_not_under_auto(
     compile, status, tmp_path, shards, monkeypatch, capsys
 ):
     def broken(function, **settings):

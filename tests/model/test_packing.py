@@ -82,7 +82,7 @@ def test_padding_adds_at_most_half_the_scores(length, buckets):
         (9, 3, 16),
     ),
 )
-def test_core_tokens_grow_in_multiples_of_16_that_a_document_can_fill(n_bytes, longest, step):
+def test_core_size_grows_in_multiples_of_16_within_a_document(n_bytes, longest, step):
     """FP8 would need new graphs for other numbers. Padding is a document, so attention's launch
     must cover its length."""
     assert row_step(n_bytes, longest) == step

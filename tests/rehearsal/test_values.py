@@ -41,12 +41,9 @@ SMALL = (
 )
 LOW = {torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2}
 PLANTED = {  # pattern, replacement, largest number of replacements (0: no limit)
-    "a dropped mask": (
-        r"tl\.where\((tmp\d+), (tmp\d+), tmp\d+\)",
-        r"\2",
-        1,
-    ),  # the mask of active tokens
-    # the index of the rotary partner
+    # of active tokens
+    "a dropped mask": (r"tl\.where\((tmp\d+), (tmp\d+), tmp\d+\)", r"\2", 1),
+    # of the rotary partner
     "a shifted index": (r"\(-(\d+)\) \+ x0\) % ", r"(-\1) + 1 + x0) % ", 0),
     # keeps only the last block
     "a missing reduction": (r"(tmp\d+) = _tmp\d+ \+ (tmp\d+)\n", r"\1 = \2\n", 0),

@@ -275,7 +275,7 @@ def test_changed_optimizer_is_refused_by_name(train_small, error_of):
     assert contents(directory) == before
 
 
-def test_changed_model_is_refused_with_the_fields_that_differ(
+def test_changed_model_is_refused_with_the_differing_fields(
     tmp_path, shards, train_small, error_of, capsys
 ):
     origin = train_small(steps=1) / "spider-step1.pt"
@@ -361,7 +361,7 @@ def test_undeletable_checkpoint_is_logged_once_and_saving_continues(tmp_path, ca
     assert steps_in_names(tmp_path) == [1, 4, 5]
 
 
-def test_keep_last_counts_only_checkpoints_before_an_explosion(tmp_path):
+def test_keep_last_counts_no_exploded_checkpoints(tmp_path):
     writer = writer_in(tmp_path)
     kept = []
     for step in range(1, 8):

@@ -67,14 +67,14 @@ NOWHERE = dict(RANK="1", WORLD_SIZE="4", MASTER_ADDR="127.0.0.1", MASTER_PORT="1
         (TWO, 1, "MASTER_ADDR expected, but not set.*: start all with torchrun"),
     ),
 )
-def test_rank_that_cannot_join_gets_the_reason(monkeypatch, environ, shards, message):
+def test_failed_join_reports_the_reason(monkeypatch, environ, shards, message):
     for variable in environ.items():
         monkeypatch.setenv(*variable)
     with pytest.raises(WorldError, match=message):
         World(environ).join(torch.device("cpu"), shards, 1.0)
 
 
-def test_ranks_that_do_not_meet_within_a_minute_get_a_warning(monkeypatch):
+def test_joining_for_more_than_a_minute_logs_a_warning(monkeypatch):
     events = Mock()
     monkeypatch.setattr(threading, "Timer", events.Timer)
     world = World(rank_variables(0, 2, port=0))
@@ -198,7 +198,7 @@ def test_several_ranks_have_the_losses_of_one_rank(
 
 
 @pytest.mark.slow
-def test_shards_that_split_a_block_of_8_bit_adamw_are_refused(argv_of, run_on):
+def test_shards_splitting_a_block_of_8_bit_adamw_are_refused(argv_of, run_on):
     argv = argv_of(f"--optimizer adamw8bit --shards 3 --set {HALVED}")
     assert "a scale in 8-bit AdamW" in run_on(3, argv, status=2)
 

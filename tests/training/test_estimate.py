@@ -313,7 +313,7 @@ def test_dry_run_times_no_step_if_this_would_take_long(reason):
         ("cuda", 125.0, 1e18, "--ckpt_every: a checkpoint is copied"),
     ),
 )
-def test_run_that_needs_far_too_much_memory_is_refused(monkeypatch, device, needed, copy, refusal):
+def test_run_needing_far_too_much_memory_is_refused(monkeypatch, device, needed, copy, refusal):
     """The device has 100 bytes. `copy`: bytes of a checkpoint."""
     monkeypatch.setattr(machine, "memory_of", lambda *_: 100.0)
     memory = dict(parameters=needed)

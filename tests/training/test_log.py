@@ -17,7 +17,7 @@ from train import parse_args
 # Choices
 
 
-def test_dry_run_shows_only_recipe_flags_that_were_not_given():
+def test_dry_run_omits_overridden_recipe_flags():
     plan = settled("--model", "base", "--lr", "1", "--n_loops", "2", "--warmup_steps", "9")
     assert log.describe_recipe(plan) == ["recipe of base: --global_batch 131072 --engram_reset"]
 

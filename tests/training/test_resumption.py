@@ -250,7 +250,7 @@ def test_second_signal_kills_the_process(start_job):
     assert end_by(job)[0] == -signal.SIGTERM
 
 
-def test_signal_saves_even_if_stderr_is_closed(tmp_path, start_job):
+def test_signal_saves_even_if_nobody_reads_stderr(tmp_path, start_job):
     job = start_job(faults=[(unread, 0, None)])
     until(lambda: steps_done(tmp_path / "run") > 5)
     os.kill(job.ranks[0].pid, signal.SIGTERM)
@@ -545,9 +545,7 @@ def test_larger_batch_is_logged_and_still_stops_at_target_tokens(train_small, ne
     assert "is beyond the horizon of 8 steps" in new_log()
 
 
-def test_changed_data_or_order_warns_that_text_is_read_again(
-    tmp_path, shards, train_small, new_log
-):
+def test_changed_data_or_order_warns_of_repeated_text(tmp_path, shards, train_small, new_log):
     """New names for the same directories, or weights in the same ratio, do not count as changes."""
     a, b, moved = (shutil.copytree(shards, tmp_path / name) for name in ("a", "b", "moved"))
     for steps, (flags, repeats) in enumerate(
@@ -565,7 +563,7 @@ def test_changed_data_or_order_warns_that_text_is_read_again(
         assert ("is read again" in new_log()) == repeats, flags
 
 
-def test_longer_schedule_warns_that_the_learning_rate_rises(train_small, new_log):
+def test_longer_schedule_warns_of_a_rising_learning_rate(train_small, new_log):
     """A 10-step schedule ends at a tenth of the peak rate; halfway through a 20-step schedule the
     rate is near the peak. The warning compares the last step's rate under the old and the present
     schedule, so resuming within a warm-up is no rise."""
