@@ -96,7 +96,7 @@ FEW = {
     "half of the share drawn": [(1, 98, 0, "val"), (19, 98, 0.5, "train")],
     "one": [(1, 98, 0.5, "both")],
     "one, drawn": [(1, 98, 0, "both")],
-    # five copies of 99; a tenth of all 557 bytes is 4, a tenth of the copies (49.5) and part of 8
+    # five copies of 99; 4, a tenth of the copies (49.5) and 8 reach a tenth of all 557 bytes
     "one of half": [
         (1, 4, 0.2, "val"),
         (1, 99, 0.3, "both"),

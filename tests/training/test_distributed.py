@@ -37,7 +37,7 @@ from spider.training import optim
 from spider.training.distributed import World
 
 NO_EVAL = "--eval_every 0"
-HALVED = f"{SMALL},engram_byte_dim=32"  # half a matrix is a whole number of 8-bit AdamW's blocks
+HALVED = f"{SMALL},engram_byte_dim=32"  # half of each matrix fills whole blocks of 8-bit AdamW
 
 
 def end_well(job) -> str:
@@ -98,8 +98,8 @@ def test_joining_for_more_than_a_minute_logs_a_warning(monkeypatch):
 def test_rank_takes_the_gpu_of_its_local_rank_and_shares_none(
     monkeypatch, gpus, visible, indices, message
 ):
-    """Each rank joins in turn, after the other ranks reported theirs of `gpus`; without CUDA it
-    fails to start NCCL. torchrun has restarted the ranks, with the store of the earlier attempt."""
+    """Each rank in turn joins after the others have stored their entries of `gpus`; without CUDA
+    it fails to start NCCL. torchrun has restarted the ranks with the store of earlier attempts."""
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "3")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: visible)
@@ -292,8 +292,8 @@ def test_nan_on_one_rank_skips_the_step_on_all_ranks(tmp_path, argv_of, run_on):
 
 
 def test_signal_to_one_rank_stops_all_ranks_after_the_same_step(tmp_path, argv_of, run_on):
-    """The next run catches up on the evaluation due at that step. All ranks leave the process
-    group, even if no step is left, or if no step is left and settings differ."""
+    """The next run does the evaluation due at that step. Ranks leave the process group, also after
+    commands with no step left, even if settings differ."""
     argv = argv_of("--eval_every 5", steps=100)
     log = run_on(2, argv, faults=[(signalled, 1, 4)], status=STOPPED)
     assert len(last_lines(log)) == 1 and IN_GROUP not in log, log

@@ -76,7 +76,7 @@ def test_first_fitting_plan_is_chosen_else_the_last(monkeypatch):
 
 
 def test_recomputation_is_chosen_only_if_no_micro_batch_fits_without(monkeypatch):
-    """The smallest micro-batch without recomputation precedes the largest with it."""
+    """The smallest micro-batch without recomputation is tried before the largest with it."""
     tried = []
 
     def fits(plan, _):

@@ -188,7 +188,7 @@ def test_repeatedly_killed_run_is_bitwise_equal(tmp_path, train_small, start_job
     ),
 )
 def test_signal_saves_after_the_step_and_stops(tmp_path, train_small, start_job, slow, number):
-    """A signal during an evaluation or a sample ends either immediately."""
+    """A signal ends a running evaluation or sample immediately."""
     flags = "--eval_every 7"
     if slow == "log_sample":
         flags += " --sample_every 7"

@@ -129,8 +129,8 @@ def test_skipped_step_starts_no_epoch_and_clears_no_tables():
 
 
 def test_patience_ends_the_run_after_evaluations_without_improvement(train_small, losses, new_log):
-    """The exit status is 0. The repeated command logs why it stops; more patience continues. The
-    evaluations at steps 6 and 8 are worse; the final evaluation of a run does not count."""
+    """The exit status is 0. A repeated command logs why it trains no step; more patience continues.
+    The evaluations at steps 6 and 8 are worse; a run's final evaluation does not count."""
     for steps, last, ended in ((5, 5, False), (7, 7, False), (100, 8, True), (100, 8, True)):
         directory = train_small("--eval_every 2 --patience 2", steps=steps)
         log = new_log()

@@ -28,7 +28,7 @@ def test_step_waits_once_per_micro_step_and_once_before_the_update(monkeypatch):
 
 
 def test_evaluation_waits_four_times_per_batch_and_once_at_the_end():
-    """Per batch: copy ids, copy labels, find documents, find segments."""
+    """Waits per batch: copying ids, copying labels, finding documents, finding segments."""
     model = small_1b()
     ids = text(6, 64)
     with stand_in_gpu() as gpu:
