@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_map
 import interpreting  # noqa: F401  fixes Triton's interpreter
 from rehearsal import gpu
 from rehearsal.gpu import Graph, OnHost
+from rehearsal.peaks import LAYERS
 from rehearsal.refusals import Watch
 
 pytestmark = pytest.mark.rehearsal
@@ -268,7 +269,7 @@ def test_generated_code_computes_its_graph_and_planted_faults_are_found(precisio
     plan = gpu.settle(
         "1b",
         f"--precision={precision}",
-        f"--set={gpu.LAYERS},{SMALL}",
+        f"--set={LAYERS},{SMALL}",
         "--seq_len=32",
         "--micro_batch=2",
     )
