@@ -30,12 +30,12 @@ from statistics import median
 import torch
 
 import train
-from data import Feed, Loader, Source, mock_source, open_data
+from data import Loader, Prefetcher, Source, mock_source, open_data
 from spider import machine
-from spider.errors import end_by_exceptions, run_program
+from spider.errors import raise_on_signals, run_command
 from spider.training import estimate
 from spider.training.distributed import World
-from spider.training.plan import Plan, settle
+from spider.training.plan import Plan, resolve_plan
 
 
 def wait(device: torch.device):
@@ -102,7 +102,7 @@ def describe_machine(device: torch.device):
 
     x = torch.randn(n, n, device=device)
     products = {"fp32": partial(torch.mm, x, x)}
-    if machine.multiplies_bf16(device):
+    if machine.has_bf16(device):
         x16 = x.bfloat16()
         products["bf16"] = partial(torch.mm, x16, x16)
     if on_gpu and machine.has_fp8(device):
@@ -127,7 +127,7 @@ def describe_machine(device: torch.device):
 # A step
 
 
-def settle_step(flags: list[str], world: World) -> tuple[Plan, list[Source]]:
+def resolve_step(flags: list[str], world: World) -> tuple[Plan, list[Source]]:
     """Settle the plan of a step from the flags of train.py; return it and the data."""
     given = train.parse_args(flags, environ={}).given
     defaults = ["--seq_len=256"]
@@ -142,7 +142,7 @@ def settle_step(flags: list[str], world: World) -> tuple[Plan, list[Source]]:
     sources = [mock_source(0)]
     if given & {"data_dir", "text"}:
         sources = open_data(command.flags.data_dir)
-    return settle(command, train.RECIPES, world), sources
+    return resolve_plan(command, train.RECIPES, world), sources
 
 
 class Step:
@@ -152,12 +152,12 @@ class Step:
         self.model = train.build_model(plan.model, plan, world)
         self.optimizers = train.optimizers_of(plan.flags, self.model)
         loader = Loader(sources, plan.flags.seq_len, 0)
-        self.feed = Feed(loader, plan.layout, 0, world.device, 0, 0)
+        self.prefetcher = Prefetcher(loader, plan.layout, 0, world.device, 0, 0)
         self.now = train.StepSettings(plan.flags.n_loops)
 
     def __call__(self) -> dict:
         """Take a step; return its metrics."""
-        metrics, _ = train.train_step(self.model, self.optimizers, self.feed.take(), self.now)
+        metrics, _ = train.train_step(self.model, self.optimizers, self.prefetcher.take(), self.now)
         return metrics
 
 
@@ -169,7 +169,7 @@ def measure_step(plan: Plan, sources: list[Source], world: World):
     step = Step(plan, sources, world)
     print("\nfirst passes, which may take minutes if layers are compiled", flush=True)
     start = time.perf_counter()
-    train.warm_up(step.model, plan, step.feed.take()[0])
+    train.warm_up(step.model, plan, step.prefetcher.take()[0])
     wait(device)
     seconds = time.perf_counter() - start
 
@@ -186,7 +186,7 @@ def measure_step(plan: Plan, sources: list[Source], world: World):
         "slowest/fastest": times[-1] / times[0],
         "bytes/s": rate,
         "bytes/segment": length,
-        "MFU": rate * flops / machine.product_rate(device),
+        "MFU": rate * flops / machine.matmul_rate(device),
         "layers compiled": step.model.compiled,
         "first passes, s": seconds,
         "recompilations": graphs["unique_graphs"] - graphs_before,
@@ -228,7 +228,7 @@ def profile(step: Callable[[], object]) -> dict[str, object]:
 # The command
 
 
-def run(argv: list[str] | None):
+def measure(argv: list[str] | None):
     """Run bench.py."""
     parser = train.flag_parser("bench.py", __doc__)
     parser.add_argument("--only", choices=("machine", "step"), help="measure only this")
@@ -242,7 +242,7 @@ def run(argv: list[str] | None):
     if only == "machine":
         describe_machine(device)
         return
-    plan, sources = settle_step(flags, world)  # refuses bad flags before anything is measured
+    plan, sources = resolve_step(flags, world)  # refuses bad flags before anything is measured
     if only is None:
         describe_machine(device)
     measure_step(plan, sources, world)
@@ -250,9 +250,9 @@ def run(argv: list[str] | None):
 
 def main(argv: list[str] | None = None) -> int:
     """Run bench.py. Exit status: 0, or 2 with one line on stderr for a bad flag."""
-    return run_program(partial(run, argv), "bench.py")
+    return run_command(partial(measure, argv), "bench.py")
 
 
 if __name__ == "__main__":
-    end_by_exceptions()
+    raise_on_signals()
     sys.exit(main())

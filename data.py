@@ -47,13 +47,13 @@ from spider.data.shard_files import ID_BYTES, METADATA, ShardEntry, files_below,
 from spider.errors import (
     DataError,
     ProgressBar,
-    end_by_exceptions,
-    note,
+    print_line,
+    print_status,
     printable,
-    run_program,
-    say,
+    raise_on_signals,
+    run_command,
 )
-from spider.flags import Parser, integer, path_name, quoted, real, refuse_address
+from spider.flags import Parser, integer, path_name, quoted, real, refuse_url
 from spider.model.noise import splitmix, step_seed
 from spider.vocabulary import IGNORED
 from tokenizer import BOS_ID, EOS_ID, PAD_ID, VOCAB_SIZE
@@ -232,7 +232,7 @@ def open_data(spec: str) -> list[Source]:
             weights.append(math.nan)
     total = sum(weights)
     if not (all(names) and all(weight > 0 for weight in weights) and total < math.inf):
-        refuse_address(spec)
+        refuse_url(spec)
         raise DataError(
             f"{spec}: neither a directory nor a mixture dir:weight,dir:weight with positive weights"
         )
@@ -582,14 +582,14 @@ class Batch:
     labels: Tensor  # [B, T] int64, -100 is ignored
     noise_seed: int  # for the first row's segments and dropout; the one of row i is i higher
     cu_seqlens: Tensor  # int32 [documents + 1]
-    longest: int  # upper bound of a document's length
+    max_seqlen: int  # upper bound of a document's length
     targets: int  # labels other than -100
     n_bytes: int  # ids that are not PAD
 
     @classmethod
     def of(cls, ids: Tensor, labels: Tensor, noise_seed: int) -> Batch:
         """Make a batch on the host."""
-        from spider.model.packing import document_cu_seqlens, longest_bound
+        from spider.model.packing import document_cu_seqlens, max_seqlen_of
 
         cu_seqlens = document_cu_seqlens(ids)
         return cls(
@@ -597,7 +597,7 @@ class Batch:
             labels=labels,
             noise_seed=noise_seed,
             cu_seqlens=cu_seqlens,
-            longest=longest_bound(cu_seqlens, ids.shape[1]),
+            max_seqlen=max_seqlen_of(cu_seqlens, ids.shape[1]),
             targets=int((labels != IGNORED).sum()),
             n_bytes=int((ids != PAD_ID).sum()),
         )
@@ -618,7 +618,7 @@ class Batch:
         )
 
 
-class Feed:
+class Prefetcher:
     """Give a rank's batches step by step, on its device. Meanwhile a thread fetches those of the
     next step."""
 
@@ -669,15 +669,15 @@ def verify(directory: str):
         try:
             verify_shard(path, entry)
         except DataError as error:
-            note(str(error))
+            print_status(str(error))
             damaged += 1
         progress.add(os.path.getsize(path))
     if damaged:
         raise DataError(f"{directory}: damaged shards: {damaged:,} of {len(shards):,}")
-    say(f"{directory}: valid shards: {len(shards):,}")
+    print_line(f"{directory}: valid shards: {len(shards):,}")
     unlisted = list(shards.values()).count(None)
     if unlisted:
-        say(f"checked by format alone, since no metadata.json lists them: {unlisted:,}")
+        print_line(f"checked by format alone, since no metadata.json lists them: {unlisted:,}")
 
 
 def verify_shard(path: str, entry: ShardEntry | None):
@@ -699,7 +699,7 @@ def show(sources: Sequence[Source], seq_len: int, seed: int, first: int, count: 
         (input_ids,), (labels,) = loader.rows(np.array([g]))
         ids = [int(input_ids[0]), *labels.masked_fill(labels == IGNORED, PAD_ID).tolist()]
         number, epoch, offset = loader.locate(g)
-        say(f"{g}: epoch {epoch}, {sources[number].name}, {offset}")
+        print_line(f"{g}: epoch {epoch}, {sources[number].name}, {offset}")
         print("    " + printable(ids))
 
 
@@ -783,7 +783,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     return args
 
 
-def run_command(args: argparse.Namespace):
+def run_subcommand(args: argparse.Namespace):
     if args.command == "prepare":
         documents = Documents(
             field=args.field,
@@ -804,9 +804,11 @@ def run_command(args: argparse.Namespace):
 
 def main(argv: list[str] | None = None) -> int:
     """Run a command. Exit status: 0; 2 with a line on stderr for an error; 130 after Ctrl-C."""
-    return run_program(lambda: run_command(parse_args(argv)), "data.py", interrupted="interrupted")
+    return run_command(
+        lambda: run_subcommand(parse_args(argv)), "data.py", interrupted="interrupted"
+    )
 
 
 if __name__ == "__main__":
-    end_by_exceptions()
+    raise_on_signals()
     sys.exit(main())

@@ -54,9 +54,9 @@ from data import Source, Stream, map_shard, open_source, validation_sets
 from spider.config import RANGES, SEQ_LEN
 from spider.data.inputs import naming, uncompressed_name
 from spider.data.prepare import KINDS, Documents, Input, ShardWriter
-from spider.errors import DataError, UsageError, end_by_exceptions, one_line, run_program, say
-from spider.files import durable
-from spider.flags import Parser, integer, path_name, real, refuse_address
+from spider.errors import DataError, UsageError, one_line, print_line, raise_on_signals, run_command
+from spider.files import atomic_write
+from spider.flags import Parser, integer, path_name, real, refuse_url
 from spider.inference.export import write_export
 from spider.inference.look import show
 from spider.inference.sampling import (
@@ -269,7 +269,7 @@ def talk(args: argparse.Namespace, name: str, model_class: type[Spider]):
     if prompt is not None:
         complete(sampler, state, prompt)
         return
-    say(
+    print_line(
         f"{path}, step {saved['step']}. Type a line for the model to continue, an empty one for "
         f"more. Ctrl-C stops it, Ctrl-D quits."
     )
@@ -289,7 +289,7 @@ Text = Stream | Source  # a file, or a prepared directory
 
 def open_text(name: str, field: str) -> Text:
     """Open a directory of shards as a source, any other file as a stream of ids."""
-    refuse_address(name)
+    refuse_url(name)
     if os.path.isdir(name):
         return open_source(name, 1.0)
     if not name.endswith(".bin"):
@@ -376,7 +376,7 @@ def score_text(
 def evaluate_texts(args: argparse.Namespace, names: list[str], model_class: type[Spider]):
     """Print the figures of checkpoints on the texts of --eval as a table, and write them to
     --json. After an error, what was measured before it is printed."""
-    with durable(Path(args.json)) if args.json else nullcontext() as out:
+    with atomic_write(Path(args.json)) if args.json else nullcontext() as out:
         texts = {name: open_text(name, args.field) for name in args.eval}  # errors come early
         figures: list[dict[str, Any]] = []
         try:
@@ -403,7 +403,7 @@ def print_table(figures: list[dict[str, Any]]):
         lines.append(line)
     widths = [len(max(column, key=len)) for column in zip(*lines, strict=True)]
     for line in lines:
-        say("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)))
+        print_line("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -441,9 +441,9 @@ def main(argv: list[str] | None = None, model_class: type[Spider] = Spider) -> i
             else:
                 talk(args, names[0], model_class)
 
-    return run_program(command, "sample.py")
+    return run_command(command, "sample.py")
 
 
 if __name__ == "__main__":
-    end_by_exceptions()
+    raise_on_signals()
     sys.exit(main())

@@ -52,13 +52,13 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from spider.config import BACKENDS, SpiderConfig
 from spider.model.attention import MLA, LatentCache
 from spider.model.boundaries import (
-    Expectation,
+    PredictorTerms,
     SurprisePredictor,
     boundary_loss,
     flexitokens_boundaries,
     surprise_loss,
 )
-from spider.model.contexts import Past
+from spider.model.contexts import PastBytes
 from spider.model.decode import decoding_state, generate, generate_batch, step
 from spider.model.layers import (
     Linear,
@@ -76,26 +76,26 @@ from spider.model.memory import (
     MatchMemory,
     OutputEngram,
     PackedBytes,
-    Recollection,
+    RetrievedMemory,
     SegmentEngram,
     tables_of,
 )
-from spider.model.noise import byte_noise, dropped
+from spider.model.noise import apply_dropout, byte_noise
 from spider.model.packing import (
-    ALL_ROWS,
-    ActiveRows,
+    ALL_TOKENS,
+    ActiveTokens,
     Packing,
     check_ids,
     document_cu_seqlens,
-    mark_rows_dynamic,
+    mark_tokens_dynamic,
+    padding_multiple,
     round_up,
-    row_step,
 )
 from spider.model.segments import (
     boundary_before_last,
     last_boundary,
-    last_byte_of,
     pool_segments,
+    segment_ends,
     segment_offsets,
     unpool_segments,
 )
@@ -130,7 +130,7 @@ class Block(nn.Module):
 
     def run(self, x_MD: Tensor, packing: Packing, cache: LatentCache | None = None) -> Tensor:
         """Compute the layer; a subclass overrides this."""
-        attended_MD, _ = self.attention(rms_norm(x_MD), packing, ALL_ROWS, cache=cache)
+        attended_MD, _ = self.attention(rms_norm(x_MD), packing, ALL_TOKENS, cache=cache)
         x_MD = x_MD + attended_MD
         return x_MD + self.ffn(rms_norm(x_MD))
 
@@ -179,33 +179,33 @@ class RecurrentBlock(nn.Module):
         self,
         x_nD: Tensor,
         packing: Packing,
-        recalled: Recollection | None,
-        active: ActiveRows,
+        retrieved: RetrievedMemory | None,
+        active: ActiveTokens,
         state: LayerState,
         caches: LayerCaches,
-        decided: Routing | None = None,
+        reuse: Routing | None = None,
     ) -> LayerOutput:
         """Compute one visit of the active rows.
 
-        recalled: of this layer's Engram. state: of the loop before. decided: a routing to reuse,
+        retrieved: of this layer's Engram. state: of the loop before. reuse: a routing to reuse,
         see MoE."""
         latents, convolved = state
         latent_cache, convolution_cache = caches
         if self.engram is not None:
-            x_nD, convolved = self.engram(x_nD, recalled, active, convolved, convolution_cache)
+            x_nD, convolved = self.engram(x_nD, retrieved, active, convolved, convolution_cache)
         attended_nD, latents = self.attention(
             rms_norm(x_nD), packing, active, latents, latent_cache
         )
         x_nD = x_nD + attended_nD
-        y_nD, routing = self.moe(rms_norm(x_nD), decided)
+        y_nD, routing = self.moe(rms_norm(x_nD), reuse)
         return LayerOutput(x_nD + y_nD, routing, LayerState(latents, convolved))
 
     def in_one_graph(
         self,
         x_nD: Tensor,
         packing: Packing,
-        recalled: Recollection | None,
-        active: ActiveRows,
+        retrieved: RetrievedMemory | None,
+        active: ActiveTokens,
         state: LayerState,
         recompute: bool,
     ) -> tuple[Tensor | None, ...]:
@@ -217,7 +217,7 @@ class RecurrentBlock(nn.Module):
 
         def compute(x_nD: Tensor) -> tuple[Tensor | None, ...]:
             y_nD, routing, (latents, convolved) = self(
-                x_nD, packing, recalled, active, state, NO_CACHES
+                x_nD, packing, retrieved, active, state, NO_CACHES
             )
             return y_nD, latents, convolved, routing.score, routing.topk_idx
 
@@ -233,8 +233,8 @@ def visit(
     layer: RecurrentBlock,
     x_nD: Tensor,
     packing: Packing,
-    recalled: Recollection | None,
-    active: ActiveRows,
+    retrieved: RetrievedMemory | None,
+    active: ActiveTokens,
     state: LayerState,
     caches: LayerCaches,
     recompute: bool,
@@ -245,25 +245,25 @@ def visit(
     gradient."""
     if layer.compiled is not None and torch.is_grad_enabled():
         dynamic = [x_nD, *vars(active).values(), *state, *vars(packing).values()]
-        if recalled is not None:
-            dynamic += recalled
-        mark_rows_dynamic(*dynamic)
+        if retrieved is not None:
+            dynamic += retrieved
+        mark_tokens_dynamic(*dynamic)
         y_nD, latents, convolved, score_nE, topk_idx_nK = layer.compiled(
-            layer, x_nD, packing, recalled, active, state, recompute
+            layer, x_nD, packing, retrieved, active, state, recompute
         )
         routing = Routing(score_nE, topk_idx_nK, None)
         return LayerOutput(y_nD, routing, LayerState(latents, convolved))
     if not recompute:
-        return layer(x_nD, packing, recalled, active, state, caches)
+        return layer(x_nD, packing, retrieved, active, state, caches)
 
-    decided: Routing | None = None  # by the first call of `compute`, for the recomputation
+    reuse: Routing | None = None  # by the first call of `compute`, for the recomputation
 
     def compute(x_nD: Tensor) -> LayerOutput:
-        nonlocal decided
-        output = layer(x_nD, packing, recalled, active, state, caches, decided)
-        if decided is None:
+        nonlocal reuse
+        output = layer(x_nD, packing, retrieved, active, state, caches, reuse)
+        if reuse is None:
             # without the score, which would keep the first call's graph in memory
-            decided = Routing(None, output.routing.topk_idx, output.routing.rows)
+            reuse = Routing(None, output.routing.topk_idx, output.routing.slots)
         return output
 
     return checkpoint(compute, x_nD, use_reentrant=False, preserve_rng_state=False)
@@ -285,20 +285,22 @@ class Halting:
     continue, nor for later loops. Therefore a warm-up scales p until all loops have learned.
     """
 
-    def __init__(self, share_N: Tensor, threshold: float, drop_halted: bool):
+    def __init__(self, segment_weight_N: Tensor, threshold: float, drop_halted: bool):
         """Begin a pass.
 
-        share_N: 1 / segments, and 0 for padding rows. drop_halted: compute only the rows that are
+        segment_weight_N: 1 / segments, and 0 for padding rows. drop_halted: compute only the rows that are
         still in the core, whose number the host has to wait for; else compute all rows."""
         self.threshold = threshold
         self.drop_halted = drop_halted
-        self.active = ALL_ROWS
-        self.share_N = share_N  # 0 from the loop in which a segment halts
-        self.running_N = share_N > 0
-        self.remaining_N = torch.ones_like(share_N)  # 1 - weights so far; 0 once halted
+        self.active = ALL_TOKENS
+        self.segment_weight_N = segment_weight_N  # 0 from the loop in which a segment halts
+        self.running_N = segment_weight_N > 0
+        self.remaining_N = torch.ones_like(segment_weight_N)  # 1 - weights so far; 0 once halted
         self.output_ND: Tensor | None = None  # sum of weight * state
-        self.loops = share_N.new_zeros(())  # loops until halting, mean over segments
-        self.ponder = share_N.new_zeros(())  # ACT's cost, loops + remainder, mean over segments
+        self.loops = segment_weight_N.new_zeros(())  # loops until halting, mean over segments
+        self.ponder = segment_weight_N.new_zeros(
+            ()
+        )  # ACT's cost, loops + remainder, mean over segments
 
     def add(self, h_ND: Tensor, p_N: Tensor, last: bool):
         """Add the states after a loop with their halting probabilities (0 in rows that the loop did
@@ -311,20 +313,20 @@ class Halting:
         weighted_ND = weight_N[:, None].to(h_ND.dtype) * h_ND
         self.output_ND = weighted_ND if self.output_ND is None else self.output_ND + weighted_ND
 
-        share = self.share_N.sum()  # share of segments that were running
-        remainder = self.share_N @ torch.where(halts_N, self.remaining_N, 0)
+        share = self.segment_weight_N.sum()  # share of segments that were running
+        remainder = self.segment_weight_N @ torch.where(halts_N, self.remaining_N, 0)
         self.loops = self.loops + share
         self.ponder = self.ponder + share + remainder
 
-        self.share_N = self.share_N * ~halts_N
+        self.segment_weight_N = self.segment_weight_N * ~halts_N
         self.remaining_N = torch.where(halts_N, 0, self.remaining_N - weight_N)
         # Segments that halted in this loop are computed once more.
         active_N = self.running_N
-        self.running_N = self.share_N > 0
+        self.running_N = self.segment_weight_N > 0
         index = None
         if self.drop_halted:
             index = active_N.nonzero().squeeze(1)  # host synchronisation
-        self.active = ActiveRows(active_N, index, self.running_N)
+        self.active = ActiveTokens(active_N, index, self.running_N)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -332,12 +334,12 @@ class Halting:
 
 
 @dataclass(frozen=True)
-class CorePass:
+class CoreInputs:
     """The inputs of a forward pass through the core, other than the pooled segments z [N, D]."""
 
     packing: Packing  # packing of the segments
-    past: Past  # of the last byte of each segment
-    share_N: Tensor  # 1 / segments, 0 for padding rows
+    past: PastBytes  # of the last byte of each segment
+    segment_weight_N: Tensor  # 1 / segments, 0 for padding rows
     n_loops: int
     recompute: bool = False  # activation checkpointing of every visit of a layer
     halting_warmup: float = 1.0  # factor on halting probabilities
@@ -361,7 +363,7 @@ class CorePass:
         return self.latents.of(layer, loop), convolved
 
 
-class CoreResult(NamedTuple):  # FSDP looks for tensors with gradients in tuples, not in dataclasses
+class CoreOutput(NamedTuple):  # FSDP looks for tensors with gradients in tuples, not in dataclasses
     """The result of a pass through the core. Losses are means over layer visits or segments."""
 
     output: Tensor | None  # [N, O * D], of each segment at all segment offsets; None without core
@@ -369,12 +371,12 @@ class CoreResult(NamedTuple):  # FSDP looks for tensors with gradients in tuples
     z_loss: Tensor  # router z-loss
     ponder: Tensor  # ACT's loops + remainder, per segment
     mean_loops: Tensor  # loops until halting, per segment
-    count_LE: Tensor  # fp32, tokens per expert, summed over loops
+    tokens_per_expert: Tensor  # fp32, tokens per expert, summed over loops
     # Filled in by Spider._through_core:
     segments: int = 0
     boundary_loss: Tensor | None = None
     unpooled_MD: Tensor | None = None  # the output, unpooled to bytes
-    expectation: Expectation | None = None  # with learned boundaries, in training
+    predictor_terms: PredictorTerms | None = None  # with learned boundaries, in training
 
 
 # The scores, topk_idx and `share` of the rows of one visit of a layer with routed experts; share is
@@ -425,17 +427,17 @@ class RecurrentCore(nn.Module):
         # See Halting. None: on a CPU and in decoding; a GPU would wait in every loop of training.
         self.drop_halted: bool | None = None
 
-    def forward(self, z_ND: Tensor, core_pass: CorePass) -> CoreResult:
+    def forward(self, z_ND: Tensor, core_inputs: CoreInputs) -> CoreOutput:
         """Loop over the pooled segments. In decoding there are no balance losses and counts."""
-        n_loops = core_pass.n_loops
+        n_loops = core_inputs.n_loops
         trained_loops = self.config.n_loops
         drop_halted = self.drop_halted
         if drop_halted is None:
-            drop_halted = core_pass.decoding or not z_ND.is_cuda
-        halting = Halting(core_pass.share_N, self.config.act_threshold, drop_halted)
-        e_ND = dropped(rms_norm(z_ND), core_pass.dropout, core_pass.noise_N, CORE_INPUT)
+            drop_halted = core_inputs.decoding or not z_ND.is_cuda
+        halting = Halting(core_inputs.segment_weight_N, self.config.act_threshold, drop_halted)
+        e_ND = apply_dropout(rms_norm(z_ND), core_inputs.dropout, core_inputs.noise_N, CORE_INPUT)
         decay_D = self.decay()  # A, the same in every loop
-        recalled = self._recall(z_ND, core_pass)
+        retrieved = self._retrieve(z_ND, core_inputs)
         states = [LayerState()] * len(self.layers)
         visits: list[RoutedVisit] = []
         h_nD: Tensor | None = None
@@ -449,33 +451,33 @@ class RecurrentCore(nn.Module):
                 y_nD, routing, states[i] = visit(
                     layer,
                     y_nD,
-                    core_pass.packing,
-                    recalled[i],
+                    core_inputs.packing,
+                    retrieved[i],
                     active,
                     states[i],
-                    core_pass.caches_of(i, t, self.config.engram_layers),
-                    core_pass.recompute,
+                    core_inputs.caches_of(i, t, self.config.engram_layers),
+                    core_inputs.recompute,
                 )
                 if routing.score is not None and routing.topk_idx is not None:
                     score_NE = active.scatter(routing.score)
                     topk_idx_NK = active.scatter(routing.topk_idx)
-                    visits.append((score_NE, topk_idx_NK, halting.share_N))
+                    visits.append((score_NE, topk_idx_NK, halting.segment_weight_N))
             # h' = y + LoRA_t(y)
-            h_nD = self.adapt(y_nD, loop)
+            h_nD = self.apply_lora(y_nD, loop)
             h_ND = active.scatter(h_nD)
-            p_n = core_pass.halting_warmup * self.halt(h_nD)
+            p_n = core_inputs.halting_warmup * self.halt(h_nD)
             halting.add(h_ND, active.scatter(p_n), last=t == n_loops - 1)
             h_nD = halting.active.select(h_ND)
             # In decoding, later steps read the segments that halted in this loop: one more loop
             # computes them.
-            are_computed = not core_pass.decoding or len(h_nD) == 0
+            are_computed = not core_inputs.decoding or len(h_nD) == 0
             if drop_halted and are_computed and not halting.running_N.any():
                 break
         assert halting.output_ND is not None  # there is at least one loop
         normed_ND = rms_norm(halting.output_ND)
-        normed_ND = dropped(normed_ND, core_pass.dropout, core_pass.noise_N, CORE_OUTPUT)
+        normed_ND = apply_dropout(normed_ND, core_inputs.dropout, core_inputs.noise_N, CORE_OUTPUT)
         output = self._read_out(normed_ND)
-        if core_pass.decoding:
+        if core_inputs.decoding:
             visits = []
         return self._result(output, visits, halting, n_loops, decay_D)
 
@@ -493,7 +495,7 @@ class RecurrentCore(nn.Module):
         """Return A h + B e + loop_embedding, summed in fp32; h is None before the first loop."""
         embedding_D = self.loop_embedding[loop]
         if self.compiled is not None and torch.is_grad_enabled():
-            mark_rows_dynamic(h_nD, e_nD)
+            mark_tokens_dynamic(h_nD, e_nD)
             return self.compiled(self, h_nD, e_nD, embedding_D, decay_D)
         return self.in_one_graph(h_nD, e_nD, embedding_D, decay_D)
 
@@ -506,7 +508,7 @@ class RecurrentCore(nn.Module):
             v_nD = torch.addcmul(v_nD, decay_D, h_nD)
         return v_nD.to(e_nD.dtype)
 
-    def adapt(self, y_nD: Tensor, loop: int) -> Tensor:
+    def apply_lora(self, y_nD: Tensor, loop: int) -> Tensor:
         """Return y + LoRA_t(y). The adapter reads the normed state, so that its output is bounded
         and cannot undo A < 1."""
         if not self.config.lora_rank:
@@ -524,16 +526,16 @@ class RecurrentCore(nn.Module):
     # ----------------------------------------------------------------------------------------------
     # Before and after the loops
 
-    def _recall(self, z_ND: Tensor, core_pass: CorePass) -> list[Recollection | None]:
+    def _retrieve(self, z_ND: Tensor, core_inputs: CoreInputs) -> list[RetrievedMemory | None]:
         """Look up each layer's Engram, once for all loops."""
-        position_N = core_pass.packing.position
-        recalled: list[Recollection | None] = []
+        position_N = core_inputs.packing.position
+        retrieved: list[RetrievedMemory | None] = []
         for layer in self.layers:
             if layer.engram is None:
-                recalled.append(None)
+                retrieved.append(None)
             else:
-                recalled.append(layer.engram.recall(core_pass.past, position_N, z_ND.dtype))
-        return recalled
+                retrieved.append(layer.engram.retrieve(core_inputs.past, position_N, z_ND.dtype))
+        return retrieved
 
     def _read_out(self, normed_ND: Tensor) -> Tensor:
         """Project states to outputs [N, O * D], one row per segment offset."""
@@ -551,7 +553,7 @@ class RecurrentCore(nn.Module):
         halting: Halting,
         n_loops: int,
         decay_D: Tensor,
-    ) -> CoreResult:
+    ) -> CoreOutput:
         """Compute the balance losses and tokens per expert of all visits, which are in order: the
         layers of a loop side by side. Collect what training adds to the loss and logs.
 
@@ -559,21 +561,23 @@ class RecurrentCore(nn.Module):
         layers = len(self.layers)
         aux_loss = halting.loops.new_zeros(())
         z_loss = aux_loss
-        count_LE = aux_loss.new_zeros(layers, 0)
+        tokens_per_expert = aux_loss.new_zeros(layers, 0)
         if visits:
             score, topk_idx, share = map(torch.stack, zip(*visits, strict=True))
             sums = balance(score, topk_idx, share, self.layers[0].moe.backend)
             aux_loss = sums.aux_loss
             z_loss = sums.z_loss
-            count_LE = sums.count_VE.unflatten(0, (-1, layers)).sum(0)  # over loops
+            tokens_per_expert = sums.tokens_per_expert.unflatten(0, (-1, layers)).sum(
+                0
+            )  # over loops
         visited = layers * halting.loops.clamp_min(1e-9)  # 0 loops without segments
         ponder = halting.ponder
         if n_loops > 1:
             # Keeps `decay` in the graph, also where all segments halt in the first loop: FSDP
             # reduces every parameter on every rank.
             ponder = ponder + 0 * decay_D.sum()
-        return CoreResult(
-            output, aux_loss / visited, z_loss / visited, ponder, halting.loops, count_LE
+        return CoreOutput(
+            output, aux_loss / visited, z_loss / visited, ponder, halting.loops, tokens_per_expert
         )
 
 
@@ -736,27 +740,27 @@ class SpiderOutput:
     # the weighted terms of the loss beside nats_per_byte, detached
     loss_terms: dict[str, Tensor] | None = None
     # the part of the loss that is a mean over bytes: nats_per_byte, BYTE_TERMS
-    by_byte: Tensor | None = None
+    byte_loss: Tensor | None = None
     BYTE_TERMS: ClassVar = ("core_loss", "surprise_loss")
 
 
 def add_losses(
-    model: "Spider", out: SpiderOutput, labels: Tensor, result: CoreResult, halting_warmup: float
+    model: "Spider", out: SpiderOutput, labels: Tensor, result: CoreOutput, halting_warmup: float
 ):
     """Fill in the loss and its terms."""
     c = model.config
     assert result.boundary_loss is not None
-    expectation = result.expectation
+    predictor_terms = result.predictor_terms
     labels_M = labels.reshape(-1)
     logits_MV = out.logits.flatten(0, 1)
     has_label_M = labels_M != -100
     n_labels = has_label_M.sum().clamp_min(1)
 
-    if expectation is None:
+    if predictor_terms is None:
         nats = F.cross_entropy(logits_MV, labels_M, ignore_index=-100, reduction="sum")
     else:  # the predictor of surprise learns from each byte's loss
         losses_M = F.cross_entropy(logits_MV, labels_M, ignore_index=-100, reduction="none")
-        nats = torch.where(has_label_M, losses_M + expectation.nat_probe_M, 0).sum()
+        nats = torch.where(has_label_M, losses_M + predictor_terms.zero_nats_M, 0).sum()
     nats_per_byte = nats / n_labels
     out.nats_per_byte = nats_per_byte
     core_loss = torch.zeros_like(nats)
@@ -773,15 +777,15 @@ def add_losses(
         ponder_loss=c.ponder_weight * halting_warmup * result.ponder,
         core_loss=c.core_loss_weight * core_loss,
     )
-    if expectation is not None:
-        error = surprise_loss(expectation.loss_M, losses_M.detach(), has_label_M)
+    if predictor_terms is not None:
+        error = surprise_loss(predictor_terms.loss_M, losses_M.detach(), has_label_M)
         terms["surprise_loss"] = error / n_labels
     if model.training:
         terms |= model.extra_losses(out, labels)
 
     byte_terms = [terms[name] for name in out.BYTE_TERMS if name in terms]
     out.loss = sum(terms.values(), nats_per_byte)
-    out.by_byte = sum(byte_terms, nats_per_byte)
+    out.byte_loss = sum(byte_terms, nats_per_byte)
     out.loss_terms = {name: term.detach() for name, term in terms.items()}
 
 
@@ -883,7 +887,7 @@ class Spider(nn.Module):
         n_loops: int | None = None,
         noise_seed: int | Tensor | None = None,
         cu_seqlens: Tensor | None = None,
-        longest: int | None = None,
+        max_seqlen: int | None = None,
         dropout: float = 0.0,
         halting_warmup: float = 1.0,
         segment_noise: bool = True,
@@ -894,7 +898,7 @@ class Spider(nn.Module):
         defaults to the config's. Documents end at EOS and begin at BOS; every row begins one.
 
         cu_seqlens: document_cu_seqlens(input_ids), if computed on the host beforehand, which saves
-        a wait for the device. longest: its longest_bound, by default T.
+        a wait for the device. max_seqlen: its max_seqlen_of, by default T.
 
         In training mode only:
         noise_seed: the noise of row i, for segments and dropout, is a function of noise_seed + i;
@@ -917,27 +921,29 @@ class Spider(nn.Module):
         draws_ends = segment_noise and self.boundary_predictor is not None
         if self.training and (dropout or draws_ends):
             noise_M = byte_noise(noise_seed, sequences, length, input_ids.device).flatten()
-        packed = self._pack(input_ids, cu_seqlens, longest, noise_M)
+        packed = self._pack(input_ids, cu_seqlens, max_seqlen, noise_M)
 
         x_MD = self.before_core(packed)
-        x_MD = dropped(x_MD, byte_dropout, noise_M, BYTES_BEFORE_CORE)
+        x_MD = apply_dropout(x_MD, byte_dropout, noise_M, BYTES_BEFORE_CORE)
         if self.core is None:
             result = self._without_core()
         else:
             result = self._through_core(x_MD, packed, n_loops, dropout, halting_warmup)
         if result.unpooled_MD is not None:
             x_MD = x_MD + result.unpooled_MD
-        x_MD = dropped(x_MD, byte_dropout, noise_M, BYTES_AFTER_CORE)
+        x_MD = apply_dropout(x_MD, byte_dropout, noise_M, BYTES_AFTER_CORE)
         logits_MV = self.after_core(x_MD, packed)
 
         zero = logits_MV.new_zeros((), dtype=self.wide_dtype)
-        expectation = result.expectation
+        predictor_terms = result.predictor_terms
         out = SpiderOutput(
             logits_MV.view(sequences, length, -1),
             segments=zero + result.segments,
             mean_loops=result.mean_loops.detach(),
-            tokens_per_expert=result.count_LE,
-            boundary_counts=zero.new_zeros(0) if expectation is None else expectation.counts,
+            tokens_per_expert=result.tokens_per_expert,
+            boundary_counts=zero.new_zeros(0)
+            if predictor_terms is None
+            else predictor_terms.counts,
         )
         if labels is not None:
             add_losses(self, out, labels, result, halting_warmup)
@@ -947,22 +953,22 @@ class Spider(nn.Module):
         self,
         input_ids: Tensor,
         cu_seqlens: Tensor | None,
-        longest: int | None,
+        max_seqlen: int | None,
         noise_M: Tensor | None,
     ) -> PackedBytes:
         """Find the documents of a batch, the last bytes before each byte, and matches."""
         c = self.config
         if cu_seqlens is None:
             cu_seqlens = document_cu_seqlens(input_ids)
-        if longest is None:
-            longest = input_ids.shape[1]
+        if max_seqlen is None:
+            max_seqlen = input_ids.shape[1]
         ids_M = input_ids.reshape(-1)
         packing = Packing.build(
-            cu_seqlens, len(ids_M), longest, c, self.compute_dtype, c.byte_window
+            cu_seqlens, len(ids_M), max_seqlen, c, self.compute_dtype, c.byte_window
         )
         if self.compiled:  # else each number of documents would need another graph, and each bound
-            mark_rows_dynamic(cu_seqlens, packing.extent)
-        past = Past(ids_M, packing.position, torch.arange(len(ids_M), device=ids_M.device))
+            mark_tokens_dynamic(cu_seqlens, packing.max_seqlen_as_size)
+        past = PastBytes(ids_M, packing.position, torch.arange(len(ids_M), device=ids_M.device))
         matches = None
         if self.engram_match is not None:
             matches = self.engram_match(past, packing.document)
@@ -1008,7 +1014,7 @@ class Spider(nn.Module):
         n_loops: int,
         dropout: float,
         halting_warmup: float,
-    ) -> CoreResult:
+    ) -> CoreOutput:
         """Pool bytes to segments, run the core on them, and unpool its output to bytes.
 
         The core runs even without segments, because all ranks must run the same collectives."""
@@ -1023,59 +1029,59 @@ class Spider(nn.Module):
         segment_packing = self._pack_segments(segments, segment_cu_seqlens, packed)
         rows = len(segment_packing.document)
         padding = rows - segments
-        last_byte_N = last_byte_of(b_M, rows)
+        last_byte_N = segment_ends(b_M, rows)
         share = z_ND.new_full((segments,), 1 / max(1, segments), dtype=self.wide_dtype)
         noise_M = packed.noise_M
-        core_pass = CorePass(
+        core_inputs = CoreInputs(
             segment_packing,
             past=packed.past.select(last_byte_N),
-            share_N=F.pad(share, (0, padding)),
+            segment_weight_N=F.pad(share, (0, padding)),
             n_loops=n_loops,
             recompute=self.recompute != "nothing" and torch.is_grad_enabled(),
             halting_warmup=halting_warmup,
             dropout=dropout,
             noise_N=None if noise_M is None else noise_M.index_select(0, last_byte_N),
         )
-        result = self.core(F.pad(z_ND, (0, 0, 0, padding)), core_pass)
+        result = self.core(F.pad(z_ND, (0, 0, 0, padding)), core_inputs)
         output = result.output[:segments]
 
-        null = self.null_rows()
+        null = self.null_output()
         unpooled_MD = self.unpool(output, null, b_M, packing, segment_cu_seqlens)
-        expectation = None
+        predictor_terms = None
         predictor = self.boundary_predictor
         if self.training and isinstance(predictor, SurprisePredictor):
             assert predicted is not None
             earlier_MD = self.unpool(
                 output.detach(), null.detach(), b_M, packing, segment_cu_seqlens, back=1
             )
-            unpooled_MD, expectation = predictor.observe(
+            unpooled_MD, predictor_terms = predictor.observe(
                 predicted, packed.ids_M, b_M, packing.position, unpooled_MD, earlier_MD
             )
         return result._replace(
             segments=segments,
             boundary_loss=band_loss,
             unpooled_MD=unpooled_MD,
-            expectation=expectation,
+            predictor_terms=predictor_terms,
         )
 
     def _pack_segments(
         self, segments: int, segment_cu_seqlens: Tensor, packed: PackedBytes
     ) -> Packing:
-        """Pack segments and padding: rows are padded to a few numbers (see row_step). The padding
+        """Pack segments and padding: rows are padded to a few numbers (see padding_multiple). The padding
         is a separate document."""
-        longest = packed.packing.longest  # in bytes: no document has more segments
-        step = row_step(len(packed.ids_M), longest)
+        max_bytes = packed.packing.max_seqlen  # in bytes: no document has more segments
+        step = padding_multiple(len(packed.ids_M), max_bytes)
         rows = round_up(max(1, segments), step)
         if rows > segments:
             segment_cu_seqlens = F.pad(segment_cu_seqlens, (0, 1), value=rows)
-        bound = max(longest, step)  # most segments in a document, most rows in the padding
-        return Packing.build(segment_cu_seqlens, rows, bound, self.config, self.compute_dtype)
+        max_seqlen = max(max_bytes, step)  # most segments in a document, most rows in the padding
+        return Packing.build(segment_cu_seqlens, rows, max_seqlen, self.config, self.compute_dtype)
 
-    def _without_core(self) -> CoreResult:
+    def _without_core(self) -> CoreOutput:
         """Return the result of a model with byte layers alone: no segment, all losses zero."""
         zero = self.embed_tokens.new_zeros((), dtype=self.wide_dtype)
         no_tokens = zero.new_zeros(0, self.config.n_routed_experts)
-        return CoreResult(None, zero, zero, zero, zero, no_tokens, boundary_loss=zero)
+        return CoreOutput(None, zero, zero, zero, zero, no_tokens, boundary_loss=zero)
 
     def extra_losses(self, out: SpiderOutput, labels: Tensor) -> dict[str, Tensor]:
         """Return further loss terms for training, scalars by name: a hook for subclasses. train.py
@@ -1126,19 +1132,21 @@ class Spider(nn.Module):
         self,
         z_ND: Tensor,
         packing: Packing,
-        past: Past,
-        share_N: Tensor,
+        past: PastBytes,
+        segment_weight_N: Tensor,
         n_loops: int,
         latents: LatentCache,
         convolved: ConvolutionCache,
     ) -> Tensor:
         """Run the core on the segments that a decoding step has finished, after those in the
-        caches; see CorePass."""
+        caches; see CoreInputs."""
         assert self.core is not None
-        core_pass = CorePass(packing, past, share_N, n_loops, latents=latents, convolved=convolved)
-        return self.core(z_ND, core_pass).output
+        core_inputs = CoreInputs(
+            packing, past, segment_weight_N, n_loops, latents=latents, convolved=convolved
+        )
+        return self.core(z_ND, core_inputs).output
 
-    def null_rows(self) -> Tensor:
+    def null_output(self) -> Tensor:
         """Return the unpooled output for bytes before a document's first boundary, at all offsets:
         [O * D]."""
         return self.null_segment.repeat(self.config.segment_offsets)

@@ -12,7 +12,7 @@ Shapes end the names of tensors, `topk_idx_NK`:
     N  tokens, rows of the core   D  hidden size
     K  experts per token          F  width of an expert
     E  experts                    G  2 * F, gate and up side by side
-    S  slots, N * K               V  visits: routings that are balanced together
+    A  assignments, N * K               V  visits: routings that are balanced together
     P  rows sorted by expert: every token K times. Each expert's rows are padded to a multiple of
        ALIGNMENT, and the end up to a bound that does not depend on the data.
 """
@@ -72,7 +72,7 @@ def resolve_backend(
         return name, ""
     candidates = []
     if device.type == "cuda" and config.has_experts:
-        if not multiplies_at_once(device, dtype):
+        if not has_grouped_kernel(device, dtype):
             candidates.append("triton")
         if not compiled:
             candidates.append("tile")
@@ -85,7 +85,7 @@ def resolve_backend(
     return "grouped", "; ".join(remarks)
 
 
-def multiplies_at_once(device: torch.device, dtype: torch.dtype) -> bool:
+def has_grouped_kernel(device: torch.device, dtype: torch.dtype) -> bool:
     """Return whether torch's grouped product is a single kernel without a host sync.
 
     In torch's GroupedBlas.cpp it is for bf16 on compute capability 9.x and 10.x. Otherwise torch
@@ -172,20 +172,20 @@ def check_operations(
     load_1E = _counts(counted_NK[None], experts, "grouped") * (experts / (tokens * k))
     yield Check("aux_fi", operations().aux_fi(counted_NK, experts, k), load_1E[0], 1e-5)
 
-    row_NK, expert_P, expert_end_E = assign_rows(topk_idx_NK, experts, "tile")
+    slot_NK, expert_P, expert_end_E = sort_by_expert(topk_idx_NK, experts, "tile")
     # an expert's slots may have any order
-    expert_NK = torch.bucketize(row_NK, expert_end_E, right=True)
+    expert_NK = torch.bucketize(slot_NK, expert_end_E, right=True)
     yield Check("get_fused_mapping", expert_NK, topk_idx_NK)
-    yield Check("get_fused_mapping", expert_P[row_NK], topk_idx_NK)
+    yield Check("get_fused_mapping", expert_P[slot_NK], topk_idx_NK)
 
     x_ND = draw(-8, 9, tokens, config.hidden_size).to(dtype)
-    rows_PD = draw(-8, 9, len(expert_P), config.hidden_size).to(dtype)
+    slots_PD = draw(-8, 9, len(expert_P), config.hidden_size).to(dtype)
     # 0 in padding rows
-    expanded_PD = torch.zeros_like(rows_PD)
-    expanded_PD[row_NK.flatten()] = x_ND.repeat_interleave(k, dim=0)
-    yield Check("expand_to_fused", _expand(x_ND, row_NK, expert_P, tile=True), expanded_PD)
-    reduced_ND = _reduce(rows_PD, row_NK, tile=False)
-    yield Check("reduce_fused", _reduce(rows_PD, row_NK, tile=True), reduced_ND)
+    expanded_PD = torch.zeros_like(slots_PD)
+    expanded_PD[slot_NK.flatten()] = x_ND.repeat_interleave(k, dim=0)
+    yield Check("expand_to_fused", _expand(x_ND, slot_NK, expert_P, tile=True), expanded_PD)
+    reduced_ND = _reduce(slots_PD, slot_NK, tile=False)
+    yield Check("reduce_fused", _reduce(slots_PD, slot_NK, tile=True), reduced_ND)
 
 
 def check_product(
@@ -210,17 +210,17 @@ def check_product(
         used = int(expert_end_E[-1])
         expert_end_E = expert_end_E.int().to(device)
         for d, f in ((hidden, 2 * width), (width, hidden)):
-            rows_PD = draw(used + ALIGNMENT, d)
+            slots_PD = draw(used + ALIGNMENT, d)
             weights_EDF = draw(experts, d, f)
             upstream_PF = draw(used + ALIGNMENT, f)
-            rows_PD[used:] = math.nan
+            slots_PD[used:] = math.nan
             upstream_PF[used:] = math.nan
             results = value_and_gradients(
-                product, (rows_PD, weights_EDF), upstream_PF, expert_end_E
+                product, (slots_PD, weights_EDF), upstream_PF, expert_end_E
             )
             exact = value_and_gradients(
-                multiply_in_turn,
-                (rows_PD.float(), weights_EDF.float()),
+                reference_product,
+                (slots_PD.float(), weights_EDF.float()),
                 upstream_PF.float(),
                 expert_end_E,
             )
@@ -241,67 +241,69 @@ def operations() -> Any:
     return tile_kernels.moe
 
 
-class ExpertRows(NamedTuple):
+class ExpertSlots(NamedTuple):
     """The sorted order of tokens' rows, for the backends that sort."""
 
-    row_NK: Tensor  # rows of each token
+    slot_NK: Tensor  # rows of each token
     # token of each row, any for padding; for `tile` instead the row's expert, -1 for padding
     source_P: Tensor
     expert_end_E: Tensor  # int32, the row after each expert's last one
 
 
-def assign_rows(topk_idx_NK: Tensor, n_experts: int, backend: str) -> ExpertRows:
+def sort_by_expert(topk_idx_NK: Tensor, n_experts: int, backend: str) -> ExpertSlots:
     """Sort slots by expert.
 
     Every expert gets rows, if only as padding with weight 0: on sm_100 grouped_mm leaves the weight
     gradient of a group without rows uninitialized (pytorch issue 172439)."""
     if backend == "tile":
-        return _rows_by_tile_kernels(topk_idx_NK, n_experts)
-    return _rows_by_counting(topk_idx_NK, n_experts)
+        return _slots_by_tile_kernels(topk_idx_NK, n_experts)
+    return _slots_by_counting(topk_idx_NK, n_experts)
 
 
-def row_bound(slots: int, experts: int) -> int:
+def max_slots(slots: int, experts: int) -> int:
     """Return P, enough rows for any routing of `slots` slots and one more for each expert.
 
     With fewer, TileKernels would write out of bounds."""
     return (slots + ALIGNMENT * experts) // ALIGNMENT * ALIGNMENT
 
 
-def _rows_by_tile_kernels(topk_idx_NK: Tensor, n_experts: int) -> ExpertRows:
+def _slots_by_tile_kernels(topk_idx_NK: Tensor, n_experts: int) -> ExpertSlots:
     """Assign rows to slots. Some tokens more, which choose each expert once, give each expert a
     row. These rows then become padding."""
     tokens, k = topk_idx_NK.shape
     extra = torch.arange(round_up(n_experts, k), device=topk_idx_NK.device)
     extra_NK = extra.masked_fill(extra >= n_experts, -1).view(-1, k)
-    expert_P, _, _, row_NK, _, expert_end_E, *_ = operations().get_fused_mapping(
+    expert_P, _, _, slot_NK, _, expert_end_E, *_ = operations().get_fused_mapping(
         torch.cat((topk_idx_NK, extra_NK)),
         n_experts,
-        row_bound(topk_idx_NK.numel(), n_experts),
+        max_slots(topk_idx_NK.numel(), n_experts),
         ALIGNMENT,
     )
-    extra_rows = row_NK[tokens:].flatten()[:n_experts]
-    expert_P.index_fill_(0, extra_rows.long(), -1)
-    return ExpertRows(row_NK[:tokens], expert_P, expert_end_E)
+    extra_slots = slot_NK[tokens:].flatten()[:n_experts]
+    expert_P.index_fill_(0, extra_slots.long(), -1)
+    return ExpertSlots(slot_NK[:tokens], expert_P, expert_end_E)
 
 
-def _rows_by_counting(topk_idx_NK: Tensor, n_experts: int) -> ExpertRows:
+def _slots_by_counting(topk_idx_NK: Tensor, n_experts: int) -> ExpertSlots:
     """Assign rows to slots by counting, without a sort or a host sync."""
     device = topk_idx_NK.device
     k = topk_idx_NK.shape[1]
     expert_E = torch.arange(n_experts, device=device)
-    is_chosen_ES = expert_E[:, None] == topk_idx_NK.flatten()
-    rank_ES = is_chosen_ES.cumsum(1)  # a slot's number within its expert, from 1 on
-    count_E = rank_ES[:, -1]
+    is_chosen_EA = expert_E[:, None] == topk_idx_NK.flatten()
+    rank_EA = is_chosen_EA.cumsum(1)  # a slot's number within its expert, from 1 on
+    count_E = rank_EA[:, -1]
     padded_E = ((count_E + (ALIGNMENT - 1)) // ALIGNMENT * ALIGNMENT).clamp_min(ALIGNMENT)
     expert_end_E = padded_E.cumsum(0)
     expert_start_E = expert_end_E - padded_E
     # In place, since [E, S] is large. A slot's row is in the line of the expert that it chose, and
     # the others are 0.
-    row_if_chosen_ES = rank_ES.add_(expert_start_E[:, None] - 1).mul_(is_chosen_ES)
-    row_S = row_if_chosen_ES.sum(0)
-    slot_S = torch.arange(len(row_S), device=device)
-    slot_P = row_S.new_zeros(row_bound(len(row_S), n_experts)).scatter_(0, row_S, slot_S)
-    return ExpertRows(row_S.view(topk_idx_NK.shape), slot_P // k, expert_end_E.int())
+    slot_if_chosen_EA = rank_EA.add_(expert_start_E[:, None] - 1).mul_(is_chosen_EA)
+    slot_A = slot_if_chosen_EA.sum(0)
+    assignment_A = torch.arange(len(slot_A), device=device)
+    assignment_P = slot_A.new_zeros(max_slots(len(slot_A), n_experts)).scatter_(
+        0, slot_A, assignment_A
+    )
+    return ExpertSlots(slot_A.view(topk_idx_NK.shape), assignment_P // k, expert_end_E.int())
 
 
 class _Normalize(torch.autograd.Function):
@@ -320,41 +322,41 @@ class _Normalize(torch.autograd.Function):
         return (grad_NK - mean_grad_N1) / denominator_N[:, None]
 
 
-def _expand(x_ND: Tensor, row_NK: Tensor, source_P: Tensor, tile: bool) -> Tensor:
+def _expand(x_ND: Tensor, slot_NK: Tensor, source_P: Tensor, tile: bool) -> Tensor:
     """Copy tokens [N, D] to their rows [P, D]. Padding rows get any finite values, since their
     weight is 0."""
     if tile:
-        return operations().expand_to_fused(x_ND.contiguous(), row_NK, source_P)
+        return operations().expand_to_fused(x_ND.contiguous(), slot_NK, source_P)
     return x_ND.index_select(0, source_P)
 
 
-def _reduce(rows_PD: Tensor, row_NK: Tensor, tile: bool) -> Tensor:
+def _reduce(slots_PD: Tensor, slot_NK: Tensor, tile: bool) -> Tensor:
     """Sum rows [P, D] to their tokens [N, D]. Padding rows are never read."""
-    rows_PD = rows_PD.detach().contiguous()
+    slots_PD = slots_PD.detach().contiguous()
     if tile:
-        return operations().reduce_fused(rows_PD, None, row_NK)
-    return F.embedding_bag(row_NK, rows_PD, mode="sum")
+        return operations().reduce_fused(slots_PD, None, slot_NK)
+    return F.embedding_bag(slot_NK, slots_PD, mode="sum")
 
 
 class _Move(torch.autograd.Function):
     """Copy tokens to their rows, or sum rows to their tokens: each is the gradient of the other."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, row_NK: Tensor, source_P: Tensor, tile: bool, to_rows: bool):
-        ctx.save_for_backward(row_NK, source_P)
+    def forward(ctx, x: Tensor, slot_NK: Tensor, source_P: Tensor, tile: bool, to_slots: bool):
+        ctx.save_for_backward(slot_NK, source_P)
         ctx.tile = tile
-        ctx.to_rows = to_rows
-        if to_rows:
-            return _expand(x, row_NK, source_P, tile)
-        return _reduce(x, row_NK, tile)
+        ctx.to_slots = to_slots
+        if to_slots:
+            return _expand(x, slot_NK, source_P, tile)
+        return _reduce(x, slot_NK, tile)
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        row_NK, source_P = ctx.saved_tensors
-        if ctx.to_rows:
-            grad = _reduce(grad, row_NK, ctx.tile)
+        slot_NK, source_P = ctx.saved_tensors
+        if ctx.to_slots:
+            grad = _reduce(grad, slot_NK, ctx.tile)
         else:
-            grad = _expand(grad, row_NK, source_P, ctx.tile)
+            grad = _expand(grad, slot_NK, source_P, ctx.tile)
         return grad, None, None, None, None
 
 
@@ -367,7 +369,7 @@ class Routing(NamedTuple):
 
     score: Tensor | None  # [N, E] fp32
     topk_idx: Tensor | None  # [N, K] int64
-    rows: ExpertRows | None  # for backends that sort
+    slots: ExpertSlots | None  # for backends that sort
 
 
 def route(
@@ -407,10 +409,12 @@ class Balance(NamedTuple):
 
     aux_loss: Tensor  # sum over routings of sum_e f_e P_e
     z_loss: Tensor  # sum over routings of the mean squared log-partition
-    count_VE: Tensor  # each expert's tokens, fp32
+    tokens_per_expert: Tensor  # each expert's tokens, fp32
 
 
-def balance(score_VNE: Tensor, topk_idx_VNK: Tensor, share_VN: Tensor, backend: str) -> Balance:
+def balance(
+    score_VNE: Tensor, topk_idx_VNK: Tensor, token_weight_VN: Tensor, backend: str
+) -> Balance:
     """Compute the balance losses of V routings.
 
     share: each token's weight in the means, equal for all but 0 for padding. P_e is the mean
@@ -418,18 +422,22 @@ def balance(score_VNE: Tensor, topk_idx_VNK: Tensor, share_VN: Tensor, backend: 
     """
     _, tokens, experts = score_VNE.shape
     k = topk_idx_VNK.shape[2]
-    is_padding_VN = share_VN == 0
-    count_VE = _counts(topk_idx_VNK.masked_fill(is_padding_VN[:, :, None], -1), experts, backend)
+    is_padding_VN = token_weight_VN == 0
+    tokens_per_expert = _counts(
+        topk_idx_VNK.masked_fill(is_padding_VN[:, :, None], -1), experts, backend
+    )
     # relative to that of all rows, padding included, and then to that of rows with a share
-    load_VE = count_VE * (experts / (tokens * k)) * (tokens * share_VN.amax(1))[:, None]
+    load_VE = (
+        tokens_per_expert * (experts / (tokens * k)) * (tokens * token_weight_VN.amax(1))[:, None]
+    )
 
-    total_V = share_VN.sum(1).clamp_min(1e-9)
+    total_V = token_weight_VN.sum(1).clamp_min(1e-9)
     prob_VNE = score_VNE.softmax(-1)
-    mean_prob_VE = torch.bmm(share_VN[:, None], prob_VNE).squeeze(1)
+    mean_prob_VE = torch.bmm(token_weight_VN[:, None], prob_VNE).squeeze(1)
     aux_loss = (load_VE / total_V[:, None] * mean_prob_VE).sum()
     squared_VN = score_VNE.logsumexp(-1).square()
-    z_loss = share_VN.flatten() @ squared_VN.flatten()
-    return Balance(aux_loss, z_loss, count_VE)
+    z_loss = token_weight_VN.flatten() @ squared_VN.flatten()
+    return Balance(aux_loss, z_loss, tokens_per_expert)
 
 
 def _counts(topk_idx_VNK: Tensor, experts: int, backend: str) -> Tensor:
@@ -452,48 +460,48 @@ def _counts(topk_idx_VNK: Tensor, experts: int, backend: str) -> Tensor:
 # Experts
 
 
-def grouped_product(rows_PD: Tensor, weights_EDF: Tensor, expert_end_E: Tensor) -> Tensor:
+def grouped_product(slots_PD: Tensor, weights_EDF: Tensor, expert_end_E: Tensor) -> Tensor:
     """Multiply rows, sorted by expert, by their experts' weights: -> [P, F].
 
     expert_end: int32. Rows after the last expert's, and their gradients, are uninitialized: nothing
     may sum over them."""
-    if rows_PD.dtype == torch.float64:
-        return multiply_in_turn(rows_PD, weights_EDF, expert_end_E)
-    if rows_PD.dtype != torch.bfloat16 and torch.compiler.is_compiling():
+    if slots_PD.dtype == torch.float64:
+        return reference_product(slots_PD, weights_EDF, expert_end_E)
+    if slots_PD.dtype != torch.bfloat16 and torch.compiler.is_compiling():
         # traced, it works only in bf16
-        return torch.compiler.disable(F.grouped_mm)(rows_PD, weights_EDF, offs=expert_end_E)
-    return F.grouped_mm(rows_PD, weights_EDF, offs=expert_end_E)
+        return torch.compiler.disable(F.grouped_mm)(slots_PD, weights_EDF, offs=expert_end_E)
+    return F.grouped_mm(slots_PD, weights_EDF, offs=expert_end_E)
 
 
-def triton_product(rows_PD: Tensor, weights_EDF: Tensor, expert_end_E: Tensor) -> Tensor:
+def triton_product(slots_PD: Tensor, weights_EDF: Tensor, expert_end_E: Tensor) -> Tensor:
     """Compute grouped_product by the kernels of spider/model/grouped_triton.py."""
     from spider.model.grouped_triton import grouped_product as product
 
-    return product(rows_PD, weights_EDF, expert_end_E)
+    return product(slots_PD, weights_EDF, expert_end_E)
 
 
-def multiply_in_turn(rows_PD: Tensor, weights_EDF: Tensor, expert_end_E: Tensor) -> Tensor:
+def reference_product(slots_PD: Tensor, weights_EDF: Tensor, expert_end_E: Tensor) -> Tensor:
     """Compute grouped_product by a loop over experts, in any dtype, for exact references.
 
     grouped_mm does not support float64. Rows after the last expert's become 0, or NaN if they are
     not finite."""
-    *groups, tail = rows_PD.tensor_split(expert_end_E.tolist())
+    *groups, tail = slots_PD.tensor_split(expert_end_E.tolist())
     products = [group @ weight for group, weight in zip(groups, weights_EDF, strict=True)]
     return torch.cat([*products, tail @ torch.zeros_like(weights_EDF[0])])
 
 
-def fp8_grouped_product(rows_PD: Tensor, weights_EDF: Tensor, expert_end_E: Tensor) -> Tensor:
+def fp8_grouped_product(slots_PD: Tensor, weights_EDF: Tensor, expert_end_E: Tensor) -> Tensor:
     """Compute grouped_product in FP8 (e4m3), with a power-of-two scale per row and per weight
     column.
 
     Uses torchao's kernels on a GPU, which need column-major weights and rows aligned to 16.
     Elsewhere it is an emulation for tests."""
-    if not rows_PD.is_cuda:
-        return _EmulatedFP8.apply(rows_PD, weights_EDF, expert_end_E)
+    if not slots_PD.is_cuda:
+        return _EmulatedFP8.apply(slots_PD, weights_EDF, expert_end_E)
     from torchao.prototype.moe_training import _to_fp8_rowwise_then_scaled_grouped_mm
 
     return _to_fp8_rowwise_then_scaled_grouped_mm(
-        rows_PD, weights_EDF, expert_end_E, pad_token_groups_for_grouped_mm=False
+        slots_PD, weights_EDF, expert_end_E, pad_token_groups_for_grouped_mm=False
     )
 
 
@@ -502,22 +510,22 @@ class _EmulatedFP8(torch.autograd.Function):
     their dtype."""
 
     @staticmethod
-    def forward(ctx, rows_PD: Tensor, weights_EDF: Tensor, expert_end_E: Tensor) -> Tensor:
-        ctx.save_for_backward(rows_PD, weights_EDF, expert_end_E)
-        return F.grouped_mm(_round_fp8(rows_PD, -1), _round_fp8(weights_EDF, 1), offs=expert_end_E)
+    def forward(ctx, slots_PD: Tensor, weights_EDF: Tensor, expert_end_E: Tensor) -> Tensor:
+        ctx.save_for_backward(slots_PD, weights_EDF, expert_end_E)
+        return F.grouped_mm(_round_fp8(slots_PD, -1), _round_fp8(weights_EDF, 1), offs=expert_end_E)
 
     @staticmethod
     def backward(ctx, grad_PF: Tensor) -> tuple[Tensor, Tensor, None]:
-        rows_PD, weights_EDF, expert_end_E = ctx.saved_tensors
-        grad_rows_PD = F.grouped_mm(
+        slots_PD, weights_EDF, expert_end_E = ctx.saved_tensors
+        grad_slots_PD = F.grouped_mm(
             _round_fp8(grad_PF, -1), _round_fp8(weights_EDF, -1).mT, offs=expert_end_E
         )
         # rows after the last expert's are uninitialized, and would set the scales of all
-        is_used_P1 = torch.arange(len(rows_PD), device=rows_PD.device)[:, None] < expert_end_E[-1]
-        rows_PD = _round_fp8(torch.where(is_used_P1, rows_PD, 0), 0)
+        is_used_P1 = torch.arange(len(slots_PD), device=slots_PD.device)[:, None] < expert_end_E[-1]
+        slots_PD = _round_fp8(torch.where(is_used_P1, slots_PD, 0), 0)
         grad_PF = _round_fp8(torch.where(is_used_P1, grad_PF, 0), 0)
-        grad_weights_EDF = F.grouped_mm(rows_PD.mT, grad_PF, offs=expert_end_E)
-        return grad_rows_PD, grad_weights_EDF, None
+        grad_weights_EDF = F.grouped_mm(slots_PD.mT, grad_PF, offs=expert_end_E)
+        return grad_slots_PD, grad_weights_EDF, None
 
 
 E4M3_MAX = 448
@@ -548,7 +556,7 @@ def moe_forward(
     w_down_EFD: Tensor,
     backend: str,
     product: GroupedProduct | None = None,
-    expert_rows: ExpertRows | None = None,
+    expert_slots: ExpertSlots | None = None,
 ) -> Tensor:
     """Return the weighted sum of each token's experts, y [N, D].
 
@@ -557,7 +565,7 @@ def moe_forward(
     Differentiable in x, topk_weights and both weights.
 
     topk_idx: int64. topk_weights: fp32. w_gate_up, w_down: in x's dtype. product: in
-    place of the backend's own, grouped also for `loop`. expert_rows: `assign_rows` of topk_idx, if
+    place of the backend's own, grouped also for `loop`. expert_slots: `sort_by_expert` of topk_idx, if
     known.
     """
     # a single token in decoding on a CPU, without sorting rows or copying weights
@@ -566,20 +574,20 @@ def moe_forward(
         return _loop(x_ND, topk_idx_NK, topk_weights_NK, w_gate_up_EDG, w_down_EFD)
     if product is None:
         product = PRODUCTS[backend]
-    if expert_rows is None:
-        expert_rows = assign_rows(topk_idx_NK, len(w_down_EFD), backend)
-    row_NK, source_P, expert_end_E = expert_rows
+    if expert_slots is None:
+        expert_slots = sort_by_expert(topk_idx_NK, len(w_down_EFD), backend)
+    slot_NK, source_P, expert_end_E = expert_slots
     tile = backend == "tile"
 
-    rows_PD = _Move.apply(x_ND, row_NK, source_P, tile, True)
-    weight_S = topk_weights_NK.to(x_ND.dtype).flatten()
-    padding_P = weight_S.new_zeros(len(source_P))
-    weight_P = padding_P.scatter_(0, row_NK.flatten().long(), weight_S)
-    gate_PF, up_PF = product(rows_PD, w_gate_up_EDG, expert_end_E).chunk(2, dim=-1)
+    slots_PD = _Move.apply(x_ND, slot_NK, source_P, tile, True)
+    weight_A = topk_weights_NK.to(x_ND.dtype).flatten()
+    padding_P = weight_A.new_zeros(len(source_P))
+    weight_P = padding_P.scatter_(0, slot_NK.flatten().long(), weight_A)
+    gate_PF, up_PF = product(slots_PD, w_gate_up_EDG, expert_end_E).chunk(2, dim=-1)
     # weighted where rows are narrowest
     hidden_PF = F.silu(gate_PF) * up_PF * weight_P[:, None]
     out_PD = product(hidden_PF, w_down_EFD, expert_end_E)
-    return _Move.apply(out_PD, row_NK, source_P, tile, False)
+    return _Move.apply(out_PD, slot_NK, source_P, tile, False)
 
 
 def _loop(
@@ -644,8 +652,8 @@ class MoE(nn.Module):
         """Cast the weights of the routed experts, see cast_weights_once."""
         self.cast = self.weights(dtype) if self.config.n_routed_experts else None
 
-    def forward(self, x_ND: Tensor, decided: Routing | None = None) -> tuple[Tensor, Routing]:
-        """Route each row to its experts, or reuse `decided`, the routing of an earlier pass over
+    def forward(self, x_ND: Tensor, reuse: Routing | None = None) -> tuple[Tensor, Routing]:
+        """Route each row to its experts, or reuse `reuse`, the routing of an earlier pass over
         the same rows."""
         if not self.config.n_routed_experts:
             assert self.shared is not None  # a SpiderConfig has routed experts or shared ones
@@ -656,11 +664,11 @@ class MoE(nn.Module):
             self.expert_bias,
             self.config.n_experts_per_tok,
             self.backend,
-            None if decided is None else decided.topk_idx,
+            None if reuse is None else reuse.topk_idx,
         )
-        rows = None if decided is None else decided.rows
+        rows = None if reuse is None else reuse.slots
         if rows is None and torch.is_grad_enabled() and self.backend != "loop":
-            rows = assign_rows(topk_idx_NK, len(self.expert_bias), self.backend)
+            rows = sort_by_expert(topk_idx_NK, len(self.expert_bias), self.backend)
         w_gate_up_EDG, w_down_EFD = self.weights(x_ND.dtype) if self.cast is None else self.cast
         y_ND = moe_forward(
             x_ND,

@@ -38,7 +38,7 @@ from loguru import logger
 from torch import Tensor, nn
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from data import Batch, Feed, Loader, StepLayout, mock_source, open_data, validation_sets
+from data import Batch, Loader, Prefetcher, StepLayout, mock_source, open_data, validation_sets
 from spider import errors, files, machine
 from spider.config import BACKENDS, OPTIMIZERS, PRESETS, RANGES, RECOMPUTE, SEQ_LEN, SpiderConfig
 from spider.data.prepare import Documents, prepare
@@ -59,9 +59,9 @@ from spider.training import estimate
 from spider.training.checkpoint import (
     FROM_SCRATCH,
     CheckpointWriter,
-    Origin,
+    StartCheckpoint,
     check_finished,
-    load_origin,
+    load_start,
     progress_of,
     restore,
 )
@@ -75,8 +75,8 @@ from spider.training.plan import (
     horizon_warnings,
     print_dry_run,
     recipe_of,
+    resolve_plan,
     rise_warning,
-    settle,
     with_half_micro_batch,
     with_minutes,
 )
@@ -444,8 +444,8 @@ def default_ckpt_dir(flags: Flags) -> str:
     if flags.text:
         directory = os.path.join(directory, os.path.basename(flags.data_dir))
     if flags.reset_steps and flags.resume:
-        origin = os.path.relpath(flags.resume.removesuffix(".pt"), directory)
-        names = [name for name in Path(origin).parts[-2:] if name != ".."]
+        start = os.path.relpath(flags.resume.removesuffix(".pt"), directory)
+        names = [name for name in Path(start).parts[-2:] if name != ".."]
         directory = os.path.join(directory, "-".join(("from", *names)))
     return directory
 
@@ -639,7 +639,7 @@ def build_model(model: Spider, plan: Plan, world: World) -> Spider:
     estimate.check_memory(plan, world)
     torch.manual_seed(flags.seed)
     materialize(model, world.device)
-    emulated = flags.precision == "fp8" and not machine.multiplies_bf16(world.device)
+    emulated = flags.precision == "fp8" and not machine.has_bf16(world.device)
     in_fp32 = flags.precision == "fp32" or emulated
     model.compute_dtype = torch.float32 if in_fp32 else torch.bfloat16
     model.recompute = flags.recompute
@@ -672,7 +672,7 @@ def warm_up(model: Spider, plan: Plan, batch: Batch):
                     flags.n_loops,
                     noise_seed,
                     batch.cu_seqlens,
-                    batch.longest,
+                    batch.max_seqlen,
                     dropout=flags.dropout,
                 )
                 out.loss.backward()
@@ -722,7 +722,7 @@ def fit_micro_batch(
     while True:
         (batch,) = loader.batches(0, 0, StepLayout(plan.flags.micro_batch, 1))
         can_halve = proves and plan.flags.micro_batch > 1
-        machine.restart_peak(world.device)
+        machine.reset_peak_memory(world.device)
         try:
             warm_up(model, plan, batch.to(world.device))
             of_step = estimate.table_gradients(model, plan.step_bytes)
@@ -777,7 +777,7 @@ def accumulate(model: Spider, batches: list[Batch], now: StepSettings) -> dict[s
         of_rank = torch.full((), targets, dtype=torch.float64, device=world.device)
         all_targets = world.sum(of_rank).clamp_min(1)
     sums: dict[str, Tensor] = {}
-    # Terms that are means over bytes (by_byte) weigh by the batch's part of the step's targets, so
+    # Terms that are means over bytes (byte_loss) weigh by the batch's part of the step's targets, so
     # that all bytes weigh equally, however many are PAD. The others (balance, ponder, boundaries,
     # ...) are means over all passes.
     with model.cast_weights_once():
@@ -788,17 +788,17 @@ def accumulate(model: Spider, batches: list[Batch], now: StepSettings) -> dict[s
                 now.n_loops,
                 batch.noise_seed,
                 batch.cu_seqlens,
-                batch.longest,
+                batch.max_seqlen,
                 dropout=now.dropout,
                 halting_warmup=now.halting_warmup,
             )
             # labels were given
-            assert out.loss is not None and out.by_byte is not None
+            assert out.loss is not None and out.byte_loss is not None
             assert out.nats_per_byte is not None and out.loss_terms is not None
             weight = batch.targets / all_targets
             if isinstance(weight, Tensor):
                 weight = weight.to(out.loss.dtype)
-            loss = out.by_byte * weight + (out.loss - out.by_byte) / passes
+            loss = out.byte_loss * weight + (out.loss - out.byte_loss) / passes
             sharding.backward(model, loss, last=batch is batches[-1])
 
             terms = dict(
@@ -1055,21 +1055,21 @@ def main(
     sources = [mock_source(flags.seed)] if flags.mock_data else open_data(flags.data_dir)
     held_out = sum(len(source.val) for source in sources)
 
-    def open_directory() -> Origin:
+    def open_directory() -> StartCheckpoint:
         if not flags.dry_run:
             directory.mkdir(parents=True, exist_ok=True)
             closing.enter_context(files.locked(directory))
-        return load_origin(directory, flags.resume, flags.reset_steps)
+        return load_start(directory, flags.resume, flags.reset_steps)
 
-    origin = world.on_rank0(open_directory, Origin.without_tensors)
-    plan = settle(command, RECIPES, world, origin, model_class, held_out)
+    start = world.on_rank0(open_directory, StartCheckpoint.without_tensors)
+    plan = resolve_plan(command, RECIPES, world, start, model_class, held_out)
     loader = Loader(sources, plan.flags.seq_len, flags.seed)
-    if flags.minutes and not origin.resumes:
+    if flags.minutes and not start.resumes:
         if world.ranks > 1:
             raise UsageError("--minutes times steps on one process: use --target_tokens")
         plan = with_minutes(plan, held_out, time_steps(plan, world, loader))
     flags = plan.flags
-    progress, changed = progress_of(origin, plan, loader)
+    progress, changed = progress_of(start, plan, loader)
     bytes_left = max(0, flags.target_tokens - progress.bytes_seen)
     horizon = progress.step + math.ceil(bytes_left / plan.step_bytes)  # the schedule's last step
     last_step = flags.max_steps or horizon
@@ -1086,7 +1086,7 @@ def main(
         remarks += [f"warning: {line}" for line in warnings]
         return print_dry_run(plan, remarks, world, partial(time_steps, plan, world, loader))
     if progress.step >= last_step or progress.out_of_patience(flags.patience):
-        check_finished(origin, plan, progress, changed)
+        check_finished(start, plan, progress, changed)
         # A signal may have kept it from the evaluation of its last step.
         evaluated = progress.metrics is None or "val_loss" in progress.metrics
         if evaluated or not flags.eval_every or progress.step != last_step:
@@ -1107,26 +1107,26 @@ def main(
         validation = validation_sets(sources, flags.seq_len, flags.eval_tokens)
     model = build_model(plan.model, plan, world)
     optimizers = optimizers_of(flags, model)
-    restore(origin, plan, model, optimizers, progress, changed)
-    resumes_in_place = origin.is_in(flags.ckpt_dir)
-    has_others_weights = origin.path is not None and not origin.resumes
-    del origin  # frees the checkpoint's state, which is in the model now, before passes take memory
+    restore(start, plan, model, optimizers, progress, changed)
+    resumes_in_place = start.is_in(flags.ckpt_dir)
+    has_others_weights = start.path is not None and not start.resumes
+    del start  # frees the checkpoint's state, which is in the model now, before passes take memory
     # A checkpoint has the rate of the last step, also where only its evaluation is left.
     last_rate = rate_of(max(0, progress.step - 1))
     optimizers.set_lr(flags.lr, last_rate)
     plan = fit_micro_batch(model, optimizers, plan, loader, world)
-    flags = plan.flags  # the micro-batch may be smaller now: Feed and checkpoints need it
+    flags = plan.flags  # the micro-batch may be smaller now: Prefetcher and checkpoints need it
 
     # ----------------------------------------------------------------------------------------------
     # Batches, checkpoints, logs
     first = progress.next_sequence(flags.seq_len)
-    feed = Feed(loader, plan.layout, world.rank, world.device, progress.step, first)
+    prefetcher = Prefetcher(loader, plan.layout, world.rank, world.device, progress.step, first)
     writer = CheckpointWriter(
         directory, flags.keep_last, flags.keep_best, world, progress.step, resumes_in_place
     )
-    tracker = None
+    wandb_logger = None
     if world.is_rank0:
-        tracker = start_wandb(flags.run, asdict(flags), progress, closing, resumes_in_place)
+        wandb_logger = start_wandb(flags.run, asdict(flags), progress, closing, resumes_in_place)
     for line in (*warnings, *rise_warning(progress, flags.lr * last_rate)):
         logger.warning(line)
     rows = max(flags.micro_batch, EVAL_BYTES // flags.seq_len)
@@ -1135,7 +1135,7 @@ def main(
         logger.info("before the first step:")
         evaluate_now()  # for the log alone: step 0 is never saved, so it is no best loss
     log = StepLog(plan, progress, last_step)
-    peak = machine.product_rate(world.device) * world.ranks
+    peak = machine.matmul_rate(world.device) * world.ranks
     flops_per_byte = cache(partial(estimate.flops_per_byte, model, seq_len=flags.seq_len))
     metrics_file = None
     profiler = None
@@ -1186,8 +1186,8 @@ def main(
             # Every step: its line of metrics.jsonl, and wandb
             if metrics_file:
                 metrics_file.write(progress.metrics)
-            if tracker and step > writer.saved_step:
-                tracker.log(progress.metrics, step=step)
+            if wandb_logger and step > writer.saved_step:
+                wandb_logger.log(progress.metrics, step=step)
 
             # Once in a while, and at the end of the run: sample
             samples = flags.sample_every and step % flags.sample_every == 0
@@ -1219,7 +1219,7 @@ def main(
         first = progress.next_sequence(flags.seq_len)
         now = settings_of_step(flags, loader, progress, horizon)
         optimizers.set_lr(flags.lr, now.lr_factor)
-        batches = feed.take()
+        batches = prefetcher.take()
         metrics, votes = train_step(model, optimizers, batches, now, flags.grad_clip, stop)
         stop.agree(votes)
         # ------------------------------------------------------------------------------------------
@@ -1299,7 +1299,7 @@ def command_line(argv: list[str] | None = None, model_class: type[Spider] = Spid
             return status
     except errors.EXPECTED as fault:
         silent = local_rank > 0 and isinstance(fault, SHARED_ERRORS)
-        return errors.end_of_program("train.py", fault, silent=silent)
+        return errors.handle_error("train.py", fault, silent=silent)
 
 
 if __name__ == "__main__":

@@ -15,19 +15,23 @@ BOUNDARIES = ("learned", "flexitokens", "words")
 RECOMPUTE = ("nothing", "core", "all")
 OPTIMIZERS = ("adamw", "adamw8bit", "muon")
 BACKENDS = ("loop", "grouped", "triton", "tile")  # see tile_moe.py
-SPAN_BYTES = 32  # the longest context of a memory, in bytes
-REACH = {"byte": SPAN_BYTES, "word": SPAN_BYTES, "line": 256}  # past bytes that contexts read
+MAX_CONTEXT_BYTES = 32  # the longest context of a memory, in bytes
+REACH = {
+    "byte": MAX_CONTEXT_BYTES,
+    "word": MAX_CONTEXT_BYTES,
+    "line": 256,
+}  # past bytes that contexts read
 
 # whole number of a flag or in a checkpoint: two of them add up within 64 bits
-LARGEST = (1 << 62) - 1
-LARGEST_FLOAT = sys.float_info.max  # infinity is in no range
+MAX_INT = (1 << 62) - 1
+MAX_FLOAT = sys.float_info.max  # infinity is in no range
 
 
 class Range(NamedTuple):
     """The numbers from low to high; with `above`, without low."""
 
     low: float
-    high: float = LARGEST_FLOAT
+    high: float = MAX_FLOAT
     above: bool = False
 
     def has(self, value: float) -> bool:
@@ -36,7 +40,7 @@ class Range(NamedTuple):
 
     def __str__(self) -> str:
         text = f"above {self.low:,}" if self.above else f"at least {self.low:,}"
-        return f"{text}, at most {self.high:,}" if self.high < LARGEST else text
+        return f"{text}, at most {self.high:,}" if self.high < MAX_INT else text
 
 
 @dataclass
@@ -214,7 +218,7 @@ class SpiderConfig:
         return self.n_recurrent_layers > 0 and self.n_routed_experts > 0
 
     @property
-    def scores_core(self) -> bool:
+    def has_core_loss(self) -> bool:
         """Return whether training has the loss of the core's own prediction."""
         return self.n_recurrent_layers > 0 and self.core_loss_weight > 0
 
@@ -268,12 +272,12 @@ def span_of(context: str) -> tuple[str, int, int]:
         unit = match["unit"] or "byte"
         first = int(match["first"] or 0)
         last = int(match["last"])
-        most = SPAN_BYTES if unit == "byte" else SPAN_BYTES // 2
+        most = MAX_CONTEXT_BYTES if unit == "byte" else MAX_CONTEXT_BYTES // 2
         if first < last <= most:
             return unit, first, last
     raise ValueError(
         f"{context!r} is no context, such as 3, 1-4, word1, word1-2 or above, of at most "
-        f"{SPAN_BYTES} bytes or {SPAN_BYTES // 2} words"
+        f"{MAX_CONTEXT_BYTES} bytes or {MAX_CONTEXT_BYTES // 2} words"
     )
 
 
@@ -337,7 +341,7 @@ def primes_below(limit: int, count: int) -> tuple[int, ...]:
 # Presets (docs/results/learning.md has what each difference from `original` gives)
 
 # Lower the loss, or take fewer FLOPs for the same loss, at almost no cost in time.
-EARNED = dict(
+IMPROVEMENTS = dict(
     boundaries="learned",
     engram_byte_contexts=tuple("1 2 3 4 5 6 8 1-4 word1 word1-2 above".split()),
     engram_byte_rows=34_400,  # so that `1b` and `base` have the parameters of eight contexts
@@ -347,7 +351,7 @@ EARNED = dict(
     engram_logits=True,
 )
 # Segment offsets cost a matrix per offset, and need the core's own loss.
-WITH_OFFSETS = EARNED | dict(segment_offsets=8, core_loss_weight=0.2)
+WITH_OFFSETS = IMPROVEMENTS | dict(segment_offsets=8, core_loss_weight=0.2)
 TINY = WITH_OFFSETS | dict(
     hidden_size=128,
     n_prelude_layers=1,
@@ -391,7 +395,7 @@ SMALL = TINY | dict(
     engram_byte_rows=262_144,
 )
 PRESETS: dict[str, dict[str, Any]] = {
-    "1b": EARNED,  # 999M parameters, for GPUs
+    "1b": IMPROVEMENTS,  # 999M parameters, for GPUs
     "base": BASE,  # 570M; about the compute of `1b`, without loops
     "original": {},  # 996M; the model that this project began from
     "small": SMALL,  # 189M, for CPUs

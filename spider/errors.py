@@ -81,12 +81,12 @@ def printable_character(character: str) -> str:
     return repr(character.encode("utf-8", "surrogateescape"))[2:-1]
 
 
-def say(line: str):
+def print_line(line: str):
     """Print one line on stdout."""
     print(one_line(line))
 
 
-def note(line: str):
+def print_status(line: str):
     """Print one line on stderr, for anything but results."""
     print(one_line(line), file=sys.stderr)
 
@@ -147,20 +147,20 @@ class ProgressBar:
 EXPECTED = (SpiderError, FloatingPointError, OSError, KeyboardInterrupt)
 
 
-def run_program(main: Callable[[], int | None], prog: str, interrupted: str = "") -> int:
+def run_command(main: Callable[[], int | None], prog: str, interrupted: str = "") -> int:
     """Run a command and return its exit status.
 
-    interrupted: the line that Ctrl-C prints, see `end_of_program`."""
+    interrupted: the line that Ctrl-C prints, see `handle_error`."""
     try:
         prepare_streams()
         status = main() or 0
         sys.stdout.flush()
         return status
     except EXPECTED as fault:
-        return end_of_program(prog, fault, interrupted)
+        return handle_error(prog, fault, interrupted)
 
 
-def end_of_program(
+def handle_error(
     prog: str, fault: BaseException, interrupted: str = "", silent: bool = False
 ) -> int:
     """Print the line of an expected error that ends a program; return the exit status.
@@ -208,7 +208,7 @@ def prepare_streams():
         sys.stdout.reconfigure(errors="backslashreplace")
 
 
-def end_by_exceptions():
+def raise_on_signals():
     """Make the signals that end a script raise exceptions: Ctrl-C KeyboardInterrupt, SIGTERM and
     SIGHUP (a lost terminal) SystemExit. Then files that are not complete are deleted."""
     signal.signal(signal.SIGINT, signal.default_int_handler)

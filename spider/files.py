@@ -9,18 +9,18 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
-from spider.errors import UsageError, note
+from spider.errors import UsageError, print_status
 
 ROOT = Path(__file__).resolve().parents[1]
 MIB = 1 << 20
 # The most bytes of a line of JSON or a cell of CSV, which parsed may take 30 times as much memory
-MOST_OF_RECORD = 32 * MIB
+MAX_RECORD_BYTES = 32 * MIB
 
 
 def bounded_lines(file: IO[bytes]) -> Iterator[bytes]:
     """Yield each line of a file; of one that is longer than a record may be, the first bytes alone,
     one more than the limit."""
-    while line := file.readline(MOST_OF_RECORD + 1):
+    while line := file.readline(MAX_RECORD_BYTES + 1):
         yield line
         rest = line
         while rest and not rest.endswith(b"\n"):  # skip what is left of a long line
@@ -49,7 +49,7 @@ def locked(directory: Path, file: Path | None = None):
     except OSError as fault:
         if fault.filename is not None:  # the file could not be opened
             raise
-        note(
+        print_status(
             f"{directory} cannot be locked ({fault.strerror}): make sure that nothing else uses it"
         )
     try:
@@ -70,7 +70,7 @@ def sync(path: Path):
 
 
 @contextmanager
-def durable(path: Path, mode: str = "w") -> Iterator[IO]:
+def atomic_write(path: Path, mode: str = "w") -> Iterator[IO]:
     """Write a file atomically: yield a temporary file beside it, which replaces the old one once it
     is complete and synced.
 
@@ -114,7 +114,7 @@ def hold(descriptor: int, waits: bool = False):
 
 
 def delete_unfinished(directory: Path, pattern: str):
-    """Delete the temporary files that killed processes left of `durable` files with such names. A
+    """Delete the temporary files that killed processes left of `atomic_write` files with such names. A
     process that lives holds its own."""
     digits = "[0-9a-f]" * 8
     for unfinished in directory.glob(f".{pattern}.{digits}.tmp"):
@@ -126,4 +126,6 @@ def delete_unfinished(directory: Path, pattern: str):
         except (BlockingIOError, FileNotFoundError):  # it is held, or another process was faster
             pass
         except OSError as fault:  # such as another owner's; it only takes space
-            note(f"{unfinished}, which a killed process left, cannot be deleted: {fault.strerror}")
+            print_status(
+                f"{unfinished}, which a killed process left, cannot be deleted: {fault.strerror}"
+            )

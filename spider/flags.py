@@ -13,7 +13,7 @@ from dataclasses import field, fields
 from pathlib import Path
 from typing import Any
 
-from spider.config import LARGEST, LARGEST_FLOAT, Range
+from spider.config import MAX_FLOAT, MAX_INT, Range
 from spider.errors import DataError, UsageError
 
 
@@ -163,13 +163,13 @@ def truth(text: str) -> bool:
     return text.lower() == "true"
 
 
-def integer(low: int, high: int = LARGEST) -> Callable:
+def integer(low: int, high: int = MAX_INT) -> Callable:
     """Make a parser of whole numbers in a range, also in the form 10e9, for `type` of an
     argument."""
     return number(Range(low, high), whole=True)
 
 
-def real(low: float, high: float = LARGEST_FLOAT, above: bool = False) -> Callable:
+def real(low: float, high: float = MAX_FLOAT, above: bool = False) -> Callable:
     """Make a parser of numbers in a range, for `type` of an argument."""
     return number(Range(low, high, above), whole=False)
 
@@ -204,7 +204,7 @@ def path_name(text: str) -> str:
     return text
 
 
-def refuse_address(path: str):
+def refuse_url(path: str):
     """Raise DataError for an address, where a path of a file or directory is expected."""
     if "://" in path and not os.path.exists(path):
         raise DataError(

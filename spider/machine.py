@@ -38,7 +38,7 @@ def resolve_device(name: str) -> torch.device:
         has_gpu = torch.cuda.is_available()
     obstacle = None
     if not has_gpu:
-        driver = cuda_of_driver()
+        driver = driver_cuda_version()
         if driver and torch.version.cuda is None:
             logger.warning("NVIDIA's GPU is not used: this PyTorch is made without CUDA")
         obstacle = why_no_gpu(torch.version.cuda, driver)
@@ -56,7 +56,7 @@ def resolve_device(name: str) -> torch.device:
     return torch.device("cpu")
 
 
-def cuda_of_driver() -> int:
+def driver_cuda_version() -> int:
     """Return the CUDA version that NVIDIA's driver supports (12040: 12.4), 0 without a driver."""
     version = ctypes.c_int(0)
     with suppress(OSError, AttributeError):
@@ -68,7 +68,7 @@ def why_no_gpu(made_for: str | None, driver: int) -> str | None:
     """Return why no GPU is visible although a driver is loaded, with the remedy; None without a
     driver, or if this PyTorch is not made for CUDA.
 
-    made_for: the CUDA version of this PyTorch. driver: see cuda_of_driver."""
+    made_for: the CUDA version of this PyTorch. driver: see driver_cuda_version."""
     if made_for is None or driver == 0:
         return None
     major = driver // 1000
@@ -159,7 +159,7 @@ def resolve_precision(name: str, device: torch.device) -> str:
                 "--precision fp8: this GPU has no FP8 (it needs compute capability 8.9); use "
                 "--precision auto"
             )
-        if name == "bf16" and not multiplies_bf16(device):
+        if name == "bf16" and not has_bf16(device):
             raise UsageError(
                 "--precision bf16: this GPU has no bf16 (it needs compute capability 8.0); use "
                 "--precision fp32"
@@ -168,7 +168,7 @@ def resolve_precision(name: str, device: torch.device) -> str:
         logger.warning("fp8 on a CPU is torchao's emulation: slow, for tests only")
     if name != "auto":
         return name
-    return "bf16" if multiplies_bf16(device) else "fp32"
+    return "bf16" if has_bf16(device) else "fp32"
 
 
 def has_fp8(gpu: torch.device) -> bool:
@@ -176,7 +176,7 @@ def has_fp8(gpu: torch.device) -> bool:
     return torch.cuda.get_device_capability(gpu) >= (8, 9)
 
 
-def multiplies_bf16(device: torch.device) -> bool:
+def has_bf16(device: torch.device) -> bool:
     """Return whether the hardware has bf16 products.
 
     Emulated on a CPU, they take a hundred times as long as those in fp32.
@@ -223,7 +223,7 @@ def free_memory(device: torch.device) -> float:
     return min(available, memory_of(device))
 
 
-def check_lockable(n_bytes: int):
+def check_pinnable(n_bytes: int):
     """Raise RuntimeError, as CUDA does, if so much page-locked memory would leave less than a
     quarter of the host's to others, since the kernel cannot reclaim it."""
     host = torch.device("cpu")
@@ -238,7 +238,7 @@ def peak_memory(device: torch.device) -> float:
     return process_memory("VmHWM") / 1e9
 
 
-def restart_peak(device: torch.device):
+def reset_peak_memory(device: torch.device):
     """Let the GPU have back what torch keeps for later, and measure the peak from now on."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -299,11 +299,11 @@ def memory_advice(advice: str) -> Iterator[None]:
 
 
 @lru_cache
-def product_rate(device: torch.device) -> float:
+def matmul_rate(device: torch.device) -> float:
     """Measure the FLOP/s of a bf16 matrix product, the best of three. On a CPU without bf16 it is
     in fp32."""
     n = 8192 if device.type == "cuda" else 1024
-    dtype = torch.bfloat16 if multiplies_bf16(device) else torch.float32
+    dtype = torch.bfloat16 if has_bf16(device) else torch.float32
     generator = torch.Generator(device).manual_seed(0)
     x = torch.empty(n, n, device=device).normal_(generator=generator).to(dtype)
     best = math.inf

@@ -18,13 +18,15 @@ import warnings
 from collections.abc import Iterator, Mapping, MutableMapping
 from pathlib import Path
 
-from spider.errors import UsageError, run_program
+from spider.errors import UsageError, run_command
 
-PARENT = os.getppid()  # the process that started this one, noted before the slow import of torch
+PARENT_PID = (
+    os.getppid()
+)  # the process that started this one, noted before the slow import of torch
 
 # How long a thread waits for work before it gives up its core: libgomp's in rounds of a loop,
 # 300,000 without this; libomp's (macOS) in milliseconds, 200 without this.
-WAITING = {"GOMP_SPINCOUNT": "1000", "KMP_BLOCKTIME": "1"}
+SPIN_LIMITS = {"GOMP_SPINCOUNT": "1000", "KMP_BLOCKTIME": "1"}
 
 
 def start_script(prog: str):
@@ -33,7 +35,7 @@ def start_script(prog: str):
     Until the imports are done, Ctrl-C ends the process without a traceback. If packages are
     missing, print a line and exit. Then set threads and allocator."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    status = run_program(check_installed, prog)
+    status = run_command(check_installed, prog)
     if status:
         sys.exit(status)
     set_threads()
@@ -75,7 +77,7 @@ def set_threads(environ: MutableMapping[str, str] = os.environ, root: Path = Pat
             "notebook restart the kernel",
             stacklevel=2,
         )
-    variables = {} if environ.get("OMP_WAIT_POLICY") else dict(WAITING)
+    variables = {} if environ.get("OMP_WAIT_POLICY") else dict(SPIN_LIMITS)
     quota = cpu_quota(root)
     # Not without need, since programs that this one starts, such as torchrun, inherit it.
     if quota < math.inf and quota < len(os.sched_getaffinity(0)):

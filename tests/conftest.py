@@ -39,10 +39,10 @@ from spider.model.memory import EngramTable, MatchMemory
 from spider.training import curves, estimate
 from spider.training.checkpoint import find_checkpoints
 from spider.training.distributed import World
-from spider.training.plan import Plan, settle
+from spider.training.plan import Plan, resolve_plan
 from spider.training.run import RunProgress
 from spider_model import Spider
-from tile_moe import multiplies_at_once
+from tile_moe import has_grouped_kernel
 from tokenizer import BOS_ID, EOS_ID
 from train import command_line
 
@@ -58,7 +58,7 @@ def has_fp8(experts: bool = False) -> bool:
     """Return whether the GPU multiplies in FP8; with `experts`, also in grouped products, as
     --fp8_experts needs."""
     if experts:
-        return multiplies_at_once(torch.device("cuda"), torch.bfloat16)
+        return has_grouped_kernel(torch.device("cuda"), torch.bfloat16)
     return torch.cuda.get_device_capability() >= (8, 9)
 
 
@@ -178,10 +178,10 @@ def world_of(device: str = "cpu") -> World:
     return World({}, device)
 
 
-def settled(*argv: str, device: str = "cpu", environ=None, **settings) -> Plan:
+def resolved(*argv: str, device: str = "cpu", environ=None, **settings) -> Plan:
     """Return the plan that train.py makes of flags, without this machine's variables."""
     args = train.parse_args([*argv], environ=environ or {})
-    return settle(args, train.RECIPES, world_of(device), **settings)
+    return resolve_plan(args, train.RECIPES, world_of(device), **settings)
 
 
 def gradients(model: Spider) -> dict:

@@ -159,7 +159,7 @@ def observe(case: str, directory: Path) -> dict:
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(directory)  # the names of a mixture's sources are among the metrics
         # Muon multiplies in fp32 everywhere.
-        patch.setattr(optim, "multiplies_bf16", lambda device: False)
+        patch.setattr(optim, "has_bf16", lambda device: False)
         assert train.command_line(argv, class_of(case)) == 0
     state = torch.load(directory / "run" / "spider-step5.pt", weights_only=True)
     metrics = defaultdict(list)
@@ -243,7 +243,7 @@ def observe_recipe(recipe: str) -> dict[str, dict]:
     """Return the flags and the configuration of a recipe, with memory for any micro-batch."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(machine, "memory_of", lambda *_: math.inf)
-        plan = conftest.settled(*f"{RECIPES[recipe]} --recompute nothing".split())
+        plan = conftest.resolved(*f"{RECIPES[recipe]} --recompute nothing".split())
     flags = {flag: getattr(plan.flags, flag) for flag in TRAINED}
     return dict(flags=flags, config=asdict(plan.config))
 

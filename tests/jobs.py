@@ -141,7 +141,7 @@ def run_as_rank(rank, ranks, ports, argvs, faults, directory, environ, log):
     os.dup2(sys.stderr.fileno(), 2)
     do_nothing_slow()
     if ranks > 1:  # Muon's products too in fp32, where another order of sums shows least
-        optim.multiplies_bf16 = lambda device: False
+        optim.has_bf16 = lambda device: False
     for fault, victim, argument in faults:
         if victim == rank:
             fault(argument)
@@ -198,7 +198,7 @@ class Job:
 def runs_alone(argv):
     """The same on one rank, in this process, with Muon's products in fp32 too."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(optim, "multiplies_bf16", lambda device: False)
+        patch.setattr(optim, "has_bf16", lambda device: False)
         assert command_line(argv) == 0
 
 

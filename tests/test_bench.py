@@ -21,7 +21,7 @@ SMALL_1B = [*SMALL, "--model=1b", "--n_loops=2", f"--set={SIZES}"]
 
 def test_a_step_is_a_whole_one_and_leaves_the_weights_as_they_were(monkeypatch):
     world = World({}, torch.device("cpu"))
-    plan, sources = bench.settle_step(SMALL_1B, world)
+    plan, sources = bench.resolve_step(SMALL_1B, world)
     step = bench.Step(plan, sources, world)
     before = weights_of(step.model)
     orthogonalize = optim.orthogonalize
@@ -50,15 +50,15 @@ def test_the_batch_on_a_gpu_is_the_recommended_one(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "H200")
     world = World({}, torch.device("cuda"))
-    plan, _ = bench.settle_step(["--moe_backend=loop", "--compile=off"], world)
+    plan, _ = bench.resolve_step(["--moe_backend=loop", "--compile=off"], world)
     assert (plan.flags.micro_batch, plan.flags.grad_accum) == (448, 1)
     assert plan.flags.recompute == "nothing"
 
 
 def test_text_is_synthetic_unless_data_dir_is_given(shards):
     world = World({}, torch.device("cpu"))
-    _, synthetic = bench.settle_step(SMALL, world)
-    _, from_files = bench.settle_step([*SMALL, "--data_dir", str(shards)], world)
+    _, synthetic = bench.resolve_step(SMALL, world)
+    _, from_files = bench.resolve_step([*SMALL, "--data_dir", str(shards)], world)
     assert [str(source) for source in synthetic] != [str(source) for source in from_files]
 
 

@@ -23,8 +23,8 @@ import train
 from conftest import ROOT, contents
 from jobs import until
 from spider import files, threads
-from spider.errors import Diverged, UsageError, one_line, printable, run_program
-from spider.files import durable, locked
+from spider.errors import Diverged, UsageError, one_line, printable, run_command
+from spider.files import atomic_write, locked
 from spider.flags import OTHER_NAMES
 from test_docs import flags_of
 
@@ -59,14 +59,14 @@ def raises(fault: BaseException):
     ),
 )
 def test_expected_error_is_one_line_and_a_status(capsys, fault, status, line):
-    assert run_program(raises(fault), "x.py", interrupted="stopped") == status
+    assert run_command(raises(fault), "x.py", interrupted="stopped") == status
     assert capsys.readouterr() == ("", f"x.py: {line}\n")
 
 
 def test_torchruns_report_ends_with_the_line_of_the_error(tmp_path, monkeypatch):
     file = tmp_path / "error.json"  # torchrun gives each rank one
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
-    run_program(raises(UsageError("give --target_tokens")), "x.py")
+    run_command(raises(UsageError("give --target_tokens")), "x.py")
     failure = ProcessFailure(local_rank=0, pid=1, exitcode=2, error_file=str(file))
     *_, last, _ = str(ChildFailedError("x.py", {0: failure})).splitlines()
     assert last == "  traceback : error: give --target_tokens"
@@ -74,7 +74,7 @@ def test_torchruns_report_ends_with_the_line_of_the_error(tmp_path, monkeypatch)
 
 def test_defect_keeps_its_traceback():
     with pytest.raises(RuntimeError, match="a defect"):
-        run_program(raises(RuntimeError("a defect")), "x.py")
+        run_command(raises(RuntimeError("a defect")), "x.py")
 
 
 @pytest.mark.parametrize(
@@ -89,14 +89,14 @@ def test_no_file_takes_the_place_of_a_stream_that_the_caller_closed(tmp_path, cl
     """Else what a program prints would be written into one of its own files."""
     program = f"""
 import os, sys
-from spider.errors import note, run_program, say
+from spider.errors import print_status, run_command, print_line
 def work():
     with open({str(tmp_path / "a")!r}, "w", buffering=1) as file:
         file.write("own")
-        say("out")
-        note("err")
+        print_line("out")
+        print_status("err")
         os.write(2, b"signal")
-sys.exit(run_program(work, "x.py"))"""
+sys.exit(run_command(work, "x.py"))"""
     command = f"{sys.executable} -c {shlex.quote(program)} {closed}"
     done = subprocess.run(command, shell=True, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0
@@ -118,7 +118,7 @@ PARSERS = {
     "train.py": train.parse_args,
     "sample.py": sample.parse_args,
     "data.py": data.parse_args,
-    "bench.py": bench.run,
+    "bench.py": bench.measure,
 }
 
 
@@ -198,7 +198,7 @@ def test_durable_file_that_fails_leaves_the_old_one_and_nothing_else(tmp_path, m
     (tmp_path / "a").write_text("old")
     if where == "replace":
         monkeypatch.setattr(os, "replace", fail)
-    with pytest.raises(OSError, match="No space left"), durable(tmp_path / "a") as file:
+    with pytest.raises(OSError, match="No space left"), atomic_write(tmp_path / "a") as file:
         file.write("new")
         if where == "writing":
             fail()
@@ -211,7 +211,10 @@ def test_durable_file_replaces_no_directory_pipe_or_device(tmp_path, monkeypatch
     (tmp_path / "folder").mkdir()
     (tmp_path / "link").symlink_to("/dev/zero")
     os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(OSError, match="not a regular file") as fault, durable(Path(name)) as file:
+    with (
+        pytest.raises(OSError, match="not a regular file") as fault,
+        atomic_write(Path(name)) as file,
+    ):
         file.write("new")
     assert fault.value.filename == name
     assert sorted(os.listdir(tmp_path)) == ["folder", "link", "pipe"]
@@ -223,7 +226,7 @@ def test_durable_file_writes_through_no_link(tmp_path):
     victim = tmp_path / "victim"
     victim.write_text("old")
     for content in "ab":
-        with durable(path) as file:
+        with atomic_write(path) as file:
             file.write(content)
         Path(file.name).symlink_to(victim)
     assert path.stat().st_mode == victim.stat().st_mode  # as of any new file
@@ -252,7 +255,7 @@ def test_a_second_writer_of_a_file_does_not_disturb_the_first(tmp_path, monkeypa
         hold(descriptor, **options)
 
     monkeypatch.setattr(files, "hold", hold_second)
-    with durable(tmp_path / "a") as file:
+    with atomic_write(tmp_path / "a") as file:
         deletions[0].join()
         file.write("new")
     assert contents(tmp_path) == {"a": b"new"}

@@ -20,8 +20,8 @@ from conftest import assert_same, run_python
 from data import (
     BLOCK,
     Batch,
-    Feed,
     Loader,
+    Prefetcher,
     StepLayout,
     Stream,
     mock_source,
@@ -115,18 +115,20 @@ def test_batch_counts_targets_bytes_and_documents():
     assert batch.targets == 6
     assert batch.n_bytes == 6
     assert batch.cu_seqlens.tolist()[:3] == [0, 3, 4]
-    assert batch.longest == 4
+    assert batch.max_seqlen == 4
 
 
 def test_feed_fetches_the_next_step_ahead(monkeypatch):
     layout = StepLayout(2, 3)
-    feed = Feed(Loader([source(range(200))], 8, 5), layout, 0, torch.device("cpu"), 4, 24)
-    feed.take()
-    feed.fetched.result()
+    prefetcher = Prefetcher(
+        Loader([source(range(200))], 8, 5), layout, 0, torch.device("cpu"), 4, 24
+    )
+    prefetcher.take()
+    prefetcher.fetched.result()
     monkeypatch.setattr(Stream, "rows", lambda *_: 1 / 0)
-    feed.take()
+    prefetcher.take()
     with pytest.raises(ZeroDivisionError):
-        feed.take()
+        prefetcher.take()
 
 
 def test_batches_for_a_gpu_are_copied_from_pinned_memory_without_waiting(monkeypatch):
@@ -145,7 +147,7 @@ def test_batches_for_a_gpu_are_copied_from_pinned_memory_without_waiting(monkeyp
     made = SimpleNamespace(batches=lambda *_: [batch])
     with monkeypatch.context() as patch:
         patch.setattr(torch.Tensor, "to", to)
-        [copied] = Feed(made, None, 0, torch.device("cuda"), 0, 0).fetched.result()
+        [copied] = Prefetcher(made, None, 0, torch.device("cuda"), 0, 0).fetched.result()
     assert len(copies) == 3
     assert copies[0][1] is not batch.ids  # but its copy in pinned memory
     for on_device, pinned in copies:
@@ -155,7 +157,7 @@ def test_batches_for_a_gpu_are_copied_from_pinned_memory_without_waiting(monkeyp
 
 FETCH_AT_THE_END = """
 import time, torch
-from data import Feed
+from data import Prefetcher
 
 class Slow:
     def batches(self, *_):
@@ -164,7 +166,7 @@ class Slow:
             torch.arange(2048).flip(0)
         return []
 
-Feed(Slow(), None, 0, torch.device("cpu"), 0, 0)
+Prefetcher(Slow(), None, 0, torch.device("cpu"), 0, 0)
 """
 
 

@@ -13,7 +13,7 @@ from io import StringIO
 import pytest
 import yaml
 
-from conftest import ROOT, refused, settled
+from conftest import ROOT, refused, resolved
 from spider.config import SpiderConfig
 
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
@@ -128,7 +128,7 @@ def test_every_part_that_the_guide_switches_off_can_be():
     changes = re.findall(r"`(\w+=[\w+]*)`", table)
     assert len(changes) > 10
     for change in changes:
-        assert settled("--model", "base", "--set", change).config != SpiderConfig.preset("base")
+        assert resolved("--model", "base", "--set", change).config != SpiderConfig.preset("base")
 
 
 def test_the_range_of_torch_is_the_same_in_pyproject_the_install_commands_and_ci():

@@ -12,7 +12,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import train
-from conftest import ROOT, make_shards, metrics, run, settled
+from conftest import ROOT, make_shards, metrics, resolved, run
 from spider.errors import UsageError
 from table import ROWS
 from train import Flags, parse_args
@@ -209,9 +209,9 @@ def test_each_choice_of_a_flag_has_an_effect_of_its_own(name, effect_of):
         if choice == "auto":
             continue
         if name == "model":
-            effect = settled(flag).config
+            effect = resolved(flag).config
         elif name == "compile":
-            effect = settled(flag).flags.compile
+            effect = resolved(flag).flags.compile
         else:
             effect = effect_of(flag)
         others = [other for other in effects if effects[other] == effect]

@@ -7,7 +7,7 @@ import pytest
 
 import golden
 import train
-from conftest import settled
+from conftest import resolved
 from spider.config import SpiderConfig
 from table import ROWS
 
@@ -44,7 +44,7 @@ def test_some_golden_run_has_another_value_of_a_flag_than_its_default(name):
         others = [pair for pair in pairs if pair[0] != f"--{name}"]
         values = []
         for argv in (pairs, others):
-            flags = settled(*(word for pair in argv for word in pair)).flags
+            flags = resolved(*(word for pair in argv for word in pair)).flags
             values.append(getattr(flags, name))
         if values[0] != values[1]:
             return

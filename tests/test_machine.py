@@ -25,7 +25,7 @@ def test_a_driver_without_a_visible_gpu_is_refused_with_both_versions(
     monkeypatch, made_for, driver, obstacle
 ):
     monkeypatch.setattr("torch.version.cuda", made_for)
-    monkeypatch.setattr(machine, "cuda_of_driver", lambda: driver)
+    monkeypatch.setattr(machine, "driver_cuda_version", lambda: driver)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     check_device("cpu", obstacle)
 
@@ -66,7 +66,7 @@ def check_device(chosen: str, obstacle: str | None):
     "present, device, line",
     (
         ("torch.version.hip", "cuda", "nothing was tried on AMD's GPUs (ROCm)"),
-        ("spider.machine.cuda_of_driver", "cpu", "this PyTorch is made without CUDA"),
+        ("spider.machine.driver_cuda_version", "cpu", "this PyTorch is made without CUDA"),
     ),
 )
 def test_a_gpu_that_is_untried_or_unused_is_logged(monkeypatch, new_log, present, device, line):
@@ -149,9 +149,9 @@ def test_a_copy_that_cannot_be_page_locked_is_pageable(new_log):
 def test_no_memory_is_page_locked_that_would_leave_less_than_a_quarter_to_others(monkeypatch):
     monkeypatch.setattr(machine, "memory_of", lambda _: 100)
     monkeypatch.setattr(machine, "free_memory", lambda _: 40)
-    machine.check_lockable(15)
+    machine.check_pinnable(15)
     with pytest.raises(RuntimeError, match="little memory"):
-        machine.check_lockable(16)
+        machine.check_pinnable(16)
 
 
 @pytest.mark.parametrize("limit, most", ((4000, 4000), (math.inf, 10_000)))

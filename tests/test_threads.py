@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from conftest import ROOT
-from spider.threads import WAITING, cpu_quota, idle_threads_spin, memory_limit, set_threads
+from spider.threads import SPIN_LIMITS, cpu_quota, idle_threads_spin, memory_limit, set_threads
 
 V1 = "4:memory:/job\n3:cpuacct,cpu:/job\n"
 CPU = "cpu/job/cpu.cfs_"
@@ -49,11 +49,15 @@ def test_quota_and_memory_are_those_of_the_control_groups(tmp_path, groups, file
 @pytest.mark.parametrize(
     "quota, before, after",
     (
-        ("max", {}, {**WAITING}),
-        ("50000", {}, {**WAITING, "OMP_NUM_THREADS": "1"}),
-        ("800000", {}, {**WAITING}),  # more than the process may use
-        ("100000", {"OMP_NUM_THREADS": "7"}, {**WAITING, "OMP_NUM_THREADS": "7"}),
-        ("max", {"GOMP_SPINCOUNT": "5", "KMP_BLOCKTIME": ""}, {**WAITING, "GOMP_SPINCOUNT": "5"}),
+        ("max", {}, {**SPIN_LIMITS}),
+        ("50000", {}, {**SPIN_LIMITS, "OMP_NUM_THREADS": "1"}),
+        ("800000", {}, {**SPIN_LIMITS}),  # more than the process may use
+        ("100000", {"OMP_NUM_THREADS": "7"}, {**SPIN_LIMITS, "OMP_NUM_THREADS": "7"}),
+        (
+            "max",
+            {"GOMP_SPINCOUNT": "5", "KMP_BLOCKTIME": ""},
+            {**SPIN_LIMITS, "GOMP_SPINCOUNT": "5"},
+        ),
         ("max", {"OMP_WAIT_POLICY": "ACTIVE"}, {"OMP_WAIT_POLICY": "ACTIVE"}),
     ),
 )
@@ -72,13 +76,13 @@ def test_a_quota_limits_threads_and_variables_of_the_user_stay(
 
 @pytest.mark.parametrize("first", ("", "import torch;"))
 def test_threads_are_set_before_torch_is_imported_and_a_warning_says_that_it_is_too_late(first):
-    environ = {name: value for name, value in os.environ.items() if name not in WAITING}
+    environ = {name: value for name, value in os.environ.items() if name not in SPIN_LIMITS}
     environ |= dict(PYTHONPATH=str(ROOT), OMP_NUM_THREADS="2")
     program = f"import os; {first} from spider.threads import set_threads; set_threads(); "
     program += "print(os.environ.get('GOMP_SPINCOUNT'))"
     command = [sys.executable, "-c", program]
     done = subprocess.run(command, env=environ, capture_output=True, text=True)
-    assert done.stdout.split() == [WAITING["GOMP_SPINCOUNT"]], done.stderr
+    assert done.stdout.split() == [SPIN_LIMITS["GOMP_SPINCOUNT"]], done.stderr
     assert ("torch is already imported" in done.stderr) == bool(first)
 
 
@@ -93,7 +97,7 @@ assert before == (dict(os.environ), signal.getsignal(signal.SIGINT))
 
 @pytest.mark.slow
 def test_imports_change_nothing_in_the_process():
-    environ = {name: value for name, value in os.environ.items() if name not in WAITING}
+    environ = {name: value for name, value in os.environ.items() if name not in SPIN_LIMITS}
     subprocess.run([sys.executable, "-c", IMPORTS], env=environ, cwd=ROOT, check=True)
 
 
@@ -106,7 +110,7 @@ def test_scripts_set_threads_before_they_import_torch(script, tmp_path):
         f"import sys; sys.path[:0] = [{str(tmp_path)!r}, {str(ROOT)!r}]; import runpy; "
         f"runpy.run_path({str(ROOT / script)!r}, run_name='__main__')"
     )
-    environ = {name: value for name, value in os.environ.items() if name not in WAITING}
+    environ = {name: value for name, value in os.environ.items() if name not in SPIN_LIMITS}
     command = [sys.executable, tmp_path / "probe.py"]
     done = subprocess.run(command, env=environ, capture_output=True, text=True)
-    assert done.stdout.split() == [WAITING["GOMP_SPINCOUNT"]], done.stderr
+    assert done.stdout.split() == [SPIN_LIMITS["GOMP_SPINCOUNT"]], done.stderr

@@ -136,10 +136,10 @@ def spoil(value=torch.clone, rows=torch.clone, weights=torch.clone):
     """Return a grouped product whose value, or the gradients of whose rows or weights, are
     changed."""
 
-    def product(rows_PD, weights_EDF, expert_end):
-        rows_PD = Changed.apply(rows_PD, torch.clone, rows)
+    def product(slots_PD, weights_EDF, expert_end):
+        slots_PD = Changed.apply(slots_PD, torch.clone, rows)
         weights_EDF = Changed.apply(weights_EDF, torch.clone, weights)
-        return Changed.apply(grouped_product(rows_PD, weights_EDF, expert_end), value, torch.clone)
+        return Changed.apply(grouped_product(slots_PD, weights_EDF, expert_end), value, torch.clone)
 
     return product
 

@@ -11,7 +11,7 @@ from torch import Tensor
 import tile_moe
 from conftest import has_fp8
 from stand_in_kernels import INSTALLED, ROUTINGS, WIDTH, D, E, K, Kernels, N, kernels, routing
-from tile_moe import ALIGNMENT, assign_rows, balance, moe_forward, route
+from tile_moe import ALIGNMENT, balance, moe_forward, route, sort_by_expert
 
 
 class Operands(NamedTuple):
@@ -148,7 +148,7 @@ def test_rows_without_a_token_never_reach_a_result():
 def test_every_expert_has_rows_and_every_slot_a_row_of_its_expert(backend, kind, kernels):
     """On sm_100 the weight gradient of a group without rows is uninitialized."""
     topk_idx = routing(kind)
-    rows, source, end = assign_rows(topk_idx, E, backend)
+    rows, source, end = sort_by_expert(topk_idx, E, backend)
     start = F.pad(end[:-1], (1, 0))
     assert (end > start).all()
     assert (end % ALIGNMENT == 0).all()
@@ -222,7 +222,7 @@ def test_deterministic_mode_counts_loads_without_the_kernels_atomic_sums(kernels
     topk_idx, _ = route(score[0], torch.zeros(E), K, "grouped")
 
     def load(backend):
-        return balance(score, topk_idx[None], share, backend).count_VE
+        return balance(score, topk_idx[None], share, backend).tokens_per_expert
 
     monkeypatch.setattr(Kernels, "aux_fi", staticmethod(lambda *args: torch.full((E,), math.nan)))
     assert load("tile").isnan().all()

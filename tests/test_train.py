@@ -22,7 +22,7 @@ from conftest import (
     gradients,
     metrics,
     prepare,
-    settled,
+    resolved,
     small_config,
     text,
     weights_of,
@@ -289,7 +289,7 @@ def test_the_warm_up_passes_change_nothing():
     model = awake(small_config())
     before = weights_of(model)
     random_state = torch.get_rng_state()
-    plan = settled(*"--micro_batch 2 --seq_len 32 --n_loops 2".split())
+    plan = resolved(*"--micro_batch 2 --seq_len 32 --n_loops 2".split())
     ids = text(2, 32)
     train.warm_up(model, plan, Batch.of(ids, ids, 0))
     assert torch.equal(random_state, torch.get_rng_state())
@@ -417,7 +417,7 @@ def test_steps_of_a_subclass_that_cannot_be_copied_are_timed_and_its_memory_is_f
     monkeypatch.setattr(train, "MIN_SECONDS_TIMED", 0)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: freed.append(models[-1]() is None))
     flags = f"--device cpu --compile off --seq_len 32 --set {SMALL}"
-    plan = settled(*flags.split(), model_class=WithLock)
+    plan = resolved(*flags.split(), model_class=WithLock)
     assert time_steps(plan, world_of(), Loader([mock_source(0)], 32, 0)) > 0
     assert freed == [True]
 

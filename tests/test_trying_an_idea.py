@@ -45,12 +45,12 @@ def test_the_pages_model_trains_and_decodes_as_in_the_full_pass(page):
     torch.testing.assert_close(torch.cat(stepped, dim=1), full, rtol=0, atol=2e-5)
 
 
-def test_a_core_layer_that_calls_rows_before_is_refused_in_decoding(page):
+def test_a_core_layer_that_calls_tokens_before_is_refused_in_decoding(page):
     class Core(RecurrentBlock):
-        def forward(self, x_nD, packing, recalled, active, state, caches, decided=None):
+        def forward(self, x_nD, packing, retrieved, active, state, caches, reuse=None):
             if caches[0] is not None:
-                page["rows_before"](x_nD, packing, 1, caches[0])
-            return super().forward(x_nD, packing, recalled, active, state, caches, decided)
+                page["tokens_before"](x_nD, packing, 1, caches[0])
+            return super().forward(x_nD, packing, retrieved, active, state, caches, reuse)
 
     class MixedCore(Spider):
         core_block_class = Core
@@ -75,8 +75,8 @@ def test_train_py_trains_the_pages_model_and_sample_py_samples_from_it(
         capsys.readouterr()
         assert program(argv) == 2
         assert "holds another model: " in capsys.readouterr().err
-    rows_before = page["rows_before"]
-    monkeypatch.setitem(page, "rows_before", lambda *args: rows_before(*args[:3]))
+    tokens_before = page["tokens_before"]
+    monkeypatch.setitem(page, "tokens_before", lambda *args: tokens_before(*args[:3]))
     assert page["talk"]([str(directory), "--eval", str(shards)]) == 0
     assert page["talk"]([str(directory), "--prompt", "a"]) == 2
     assert "must keep the last rows" in capsys.readouterr().err.splitlines()[-1]

@@ -236,7 +236,7 @@ def table_rows(path: str, file: IO[bytes], field: str) -> Iterator[object]:
 
 def csv_rows(file: IO[bytes]) -> Iterator[object]:
     """Yield the rows of a CSV file."""
-    csv.field_size_limit(files.MOST_OF_RECORD)
+    csv.field_size_limit(files.MAX_RECORD_BYTES)
     text = io.TextIOWrapper(file, "utf-8", "surrogateescape", newline="")
     rows = csv.DictReader(text, strict=True)  # the first row has the names
     try:
@@ -281,7 +281,7 @@ def text_of(record: object, field: str) -> bytes | Fault | None:
     where bytes are taken as they are. If there are no fields, the record is the text.
     """
     if isinstance(record, bytes):
-        limit = files.MOST_OF_RECORD
+        limit = files.MAX_RECORD_BYTES
         if len(record) > limit:
             return Fault(f"longer than {limit:,} bytes")
         if not record.strip():

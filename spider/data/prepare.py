@@ -47,14 +47,14 @@ from spider.data.shard_files import (
     files_below,
     read_metadata,
 )
-from spider.errors import DataError, ProgressBar, note, say
-from spider.files import bounded_lines, durable, locked, sync
-from spider.flags import quoted, refuse_address
+from spider.errors import DataError, ProgressBar, print_line, print_status
+from spider.files import atomic_write, bounded_lines, locked, sync
+from spider.flags import quoted, refuse_url
 from spider.vocabulary import BOS_ID, EOS_ID, VOCAB_SIZE
 
 HUB_NAME = re.compile(r"\w[\w.-]*/[\w.-]+")  # owner/name of a data set
 UNFINISHED = ".prepare"  # folder in --out for shards until all are complete, and for copies
-FEW = 10_000  # documents, at most, that are divided anew if a split gets too little
+MAX_BUFFERED = 10_000  # documents, at most, that are divided anew if a split gets too little
 SHARD_MB = 256  # size of a shard
 
 # Numbers of documents are hashes of 64 bits, but for the two parts of a text
@@ -63,7 +63,7 @@ TRAINS = 2**64
 
 # Source code and markup that people write; not configuration, data, drawings (.yaml, .toml, .xml,
 # .svg) and notebooks.
-SOURCES = """
+CODE_EXTENSIONS = """
     .adoc .asm .bash .bat .c .cc .clj .cmake .cpp .cs .css .cu .cuh .cxx .dart .el .ex .exs .f .f90
     .fs .go .h .hh .hpp .hs .htm .html .java .jl .js .jsx .kt .less .lisp .lua .m .markdown .md .mjs
     .ml .mli .mm .nim .org .pas .php .pl .pm .proto .ps1 .py .pyi .pyx .r .rb .rs .rst .s .scala
@@ -71,7 +71,7 @@ SOURCES = """
 """.split()
 
 # How a file is read, by its extension
-KINDS = dict.fromkeys(SOURCES, "document") | {
+KINDS = dict.fromkeys(CODE_EXTENSIONS, "document") | {
     ".txt": "text",
     ".jsonl": "JSON lines",
     ".ndjson": "JSON lines",
@@ -136,7 +136,7 @@ class Documents:
             return self._find_files(argument)
         if argument == "pydoc":
             return [Input(PYDOC, "text")]
-        refuse_address(argument)
+        refuse_url(argument)
         # Neither a dead link nor a mistyped name of a file is looked up at the hub.
         is_file = os.path.lexists(argument) or self._kind_of(argument) is not None
         if self.endings or is_file or not HUB_NAME.fullmatch(argument):
@@ -266,7 +266,7 @@ class Documents:
         the lowest numbers validate until val_fraction of the bytes is held out. Of a document that
         has half of the bytes, or more than five times val_fraction of them, only the end validates.
 
-        The first FEW documents wait in a temporary file in the directory `scratch`.
+        The first MAX_BUFFERED documents wait in a temporary file in the directory `scratch`.
         """
         limit = self.val_fraction * 2**64  # of the numbers that validate
         longest = math.inf  # bytes of a document that is not cut
@@ -279,7 +279,7 @@ class Documents:
         waiting: list[tuple[int, int]] = []  # number and size of each document
         sizes: Counter[int] = Counter()  # of all equal documents, by number
         with TemporaryFile(dir=scratch) as file:
-            for number, text in islice(documents, FEW):
+            for number, text in islice(documents, MAX_BUFFERED):
                 is_part = number in (TRAINS, VALIDATES)  # of a text, which may be large
                 if is_part and not waiting:
                     yield from splits_of([(number, text)])
@@ -336,7 +336,7 @@ def guess_kind(head: bytes) -> str:
         kind = "JSON lines"
     elif re.match(rb'\s*\[\s*\{\s*"', head):
         kind = "JSON"
-    note(f"prepare: -: read as {kind}, by its first bytes")
+    print_status(f"prepare: -: read as {kind}, by its first bytes")
     return kind
 
 
@@ -474,7 +474,7 @@ def prepare(
                     skipped_at=documents.places,
                     shards=[entry._asdict() for entry in entries],
                 )
-                with durable(path) as file:
+                with atomic_write(path) as file:
                     json.dump(metadata, file, indent=1)
                 for entry in entries:
                     os.replace(folder / entry.name, out / entry.name)
@@ -489,7 +489,7 @@ def prepare(
         f"{split} {total['ids']:,} ids, documents: {total['documents']:,}"
         for split, total in totals.items()
     )
-    say(f"{out}: {counts}")
+    print_line(f"{out}: {counts}")
 
 
 def run_on(data: Path) -> str:
@@ -504,7 +504,7 @@ def report(arguments: Sequence[str], documents: Documents, totals: dict[str, dic
     if documents.unread:
         most = documents.unread.most_common(5)
         shown = ", ".join(f"{number:,} {name}" for name, number in most)
-        note(f"prepare: skipped by name: {shown}; --ext names all that are read")
+        print_status(f"prepare: skipped by name: {shown}; --ext names all that are read")
     faults = []
     for kind, count in documents.skipped.items():
         places = documents.places[kind][:20]
@@ -514,9 +514,9 @@ def report(arguments: Sequence[str], documents: Documents, totals: dict[str, dic
         reason = ", ".join(faults) or "no document, or validation took all: lower --val_fraction"
         raise DataError(f"{', '.join(arguments)}: nothing to train on: {reason}")
     for fault in faults:
-        note(f"prepare: skipped {fault}")
+        print_status(f"prepare: skipped {fault}")
     if not totals["val"]["ids"]:
-        note(
+        print_status(
             "prepare: no validation split: training will hold out the last 1% of its data; for a "
             "real one raise --val_fraction or add documents"
         )

@@ -24,7 +24,7 @@ from spider.config import SpiderConfig
 from spider.errors import CheckpointError
 from spider.files import ROOT, locked, sync
 from spider.training.checkpoint import PREFIX, is_export, safetensors
-from spider.training.run import read_lines
+from spider.training.run import read_metrics
 from spider.vocabulary import BOS_ID, EOS_ID, PAD_ID, VOCAB_SIZE
 
 ADAPTER = "modeling_spider"
@@ -177,7 +177,7 @@ def facts_of(path: Path, saved: dict) -> dict:
         sources = flags["data_dir"].rstrip("/").split(",")
         flags["data_dir"] = ",".join(source.rpartition("/")[2] for source in sources)
     facts["flags"] = flags
-    for line in read_lines(path.parent / "metrics.jsonl"):  # the last evaluation counts
+    for line in read_metrics(path.parent / "metrics.jsonl"):  # the last evaluation counts
         if line["step"] <= saved["step"] and line.get("val_bpb") is not None:
             facts["val_bpb"] = line["val_bpb"]
             facts["val_bpb_at_step"] = line["step"]

@@ -2,7 +2,7 @@
 (`sample.py --show`).
 
     read          run a model over a text and record what it does
-    in_terminal   show the text with its segments in a terminal
+    render_terminal   show the text with its segments in a terminal
     write_page    show all of it as an HTML page
 
 page.html is the page's template. Its script draws the embedded JSON data. The page is one file that
@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from spider.errors import DataError, one_line, printable
-from spider.files import durable
+from spider.files import atomic_write
 from spider.inference.export import facts_of
 from spider.inference.sampling import progress_bar
 from spider.model.layers import rms_norm
@@ -43,8 +43,8 @@ from spider.vocabulary import BOS_ID
 from spider_model import LayerOutput, RecurrentBlock, Spider
 
 TEMPLATE = Path(__file__).with_name("page.html")
-LONGEST = 1 << 20  # maximum bytes of a text, for a page that a browser can open
-PRINTED = 4096  # bytes that a terminal shows
+MAX_TEXT_BYTES = 1 << 20  # maximum bytes of a text, for a page that a browser can open
+MAX_PRINTED_BYTES = 4096  # bytes that a terminal shows
 WINDOW = 8192  # bytes that the model reads at once, half of them context
 LIKELIEST = 3  # bytes that are named as expected
 
@@ -134,7 +134,7 @@ class Record:
 
     def _record_visit(self, i: int, layer: RecurrentBlock, args: tuple, output: LayerOutput):
         """Hook after layer i of the core."""
-        x, _, recalled, active = args[:4]
+        x, _, retrieved, active = args[:4]
         is_running = torch.ones(len(x), dtype=torch.bool)
         if active.running is not None:
             is_running = active.running.cpu()
@@ -151,7 +151,7 @@ class Record:
             tokens = chosen.bincount(minlength=self.model.config.n_routed_experts)
             self.load[visit] = self.load.get(visit, 0) + tokens
         if layer.engram is not None:
-            gate = layer.engram.gate(x, recalled.key).flatten().float().cpu()
+            gate = layer.engram.gate(x, retrieved.key).flatten().float().cpu()
             self.gates[visit].append(gate[self.core_rows].masked_fill(~is_running, math.nan))
 
 
@@ -212,16 +212,16 @@ def read(model: Spider, text: bytes, n_loops: int) -> Analysis:
     return Analysis(text, bits, likeliest, percent, segment, ends[1:], record)
 
 
-def take_text(argument: str) -> tuple[bytes, str]:
-    """Return the first LONGEST bytes of the text that --show names, and its name without a path.
+def read_text_argument(argument: str) -> tuple[bytes, str]:
+    """Return the first MAX_TEXT_BYTES bytes of the text that --show names, and its name without a path.
     Raise DataError if it is empty, or a path without a file."""
     if argument == "-":
         name = "standard input"
-        text = sys.stdin.buffer.read(LONGEST + 1)
+        text = sys.stdin.buffer.read(MAX_TEXT_BYTES + 1)
     elif os.path.exists(argument):
         name = Path(argument).name
         with open(argument, "rb") as file:
-            text = file.read(LONGEST + 1)
+            text = file.read(MAX_TEXT_BYTES + 1)
     elif re.fullmatch(r"\S*/\S*|.*\.[A-Za-z]\w*", argument):
         raise DataError(
             f"--show: {argument}: no such file; pipe a text that looks like one to --show -"
@@ -232,9 +232,9 @@ def take_text(argument: str) -> tuple[bytes, str]:
         logger.info(f"--show: there is no file {argument!r}, so this is the text")
     if not text:
         raise DataError(f"--show: {name} is empty")
-    if len(text) > LONGEST:
-        name = f"the first {LONGEST:,} bytes of {name}"
-        text = text[:LONGEST]
+    if len(text) > MAX_TEXT_BYTES:
+        name = f"the first {MAX_TEXT_BYTES:,} bytes of {name}"
+        text = text[:MAX_TEXT_BYTES]
         logger.warning(f"--show: only {name}")
     return text, name
 
@@ -272,9 +272,9 @@ SHADES = (234, 53, 89, 125, 166, 208, 220, 229)
 SMALL_DIGITS = str.maketrans("0123456789", "⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
-def paint(text: str, style: str, colour: bool) -> str:
+def paint(text: str, style: str, color: bool) -> str:
     """Return text in a style of ANSI, or plain."""
-    return f"\x1b[0{style}m{text}\x1b[0m" if colour else text
+    return f"\x1b[0{style}m{text}\x1b[0m" if color else text
 
 
 def shade(bits: float) -> str:
@@ -284,28 +284,28 @@ def shade(bits: float) -> str:
     return f";38;5;{text};48;5;{SHADES[level]}"
 
 
-def in_terminal(analysis: Analysis, colour: bool) -> Iterator[str]:
-    """Yield the first PRINTED bytes of the text with its segments, a legend and the facts, in plain
+def render_terminal(analysis: Analysis, color: bool) -> Iterator[str]:
+    """Yield the first MAX_PRINTED_BYTES bytes of the text with its segments, a legend and the facts, in plain
     characters or with ANSI colors."""
     loops = analysis.record.loops
     loops_vary = len(set(loops)) > 1
     for glyph, start, stop in characters(analysis.text):
-        if start >= PRINTED:
+        if start >= MAX_PRINTED_BYTES:
             yield f" ... (all {len(analysis.text):,} bytes are on the page)"
             break
         style = shade(sum(analysis.bits[start:stop]))
-        yield paint(glyph.replace("\\n", "↵"), style, colour)
+        yield paint(glyph.replace("\\n", "↵"), style, color)
         for byte in range(start, stop):
             if analysis.ends[byte]:
                 n_loops = str(loops[analysis.segment[byte]])
                 mark = n_loops.translate(SMALL_DIGITS) if loops_vary else "│"
-                yield paint(mark, ";2", colour)
+                yield paint(mark, ";2", color)
         if glyph == "\\n":
             yield "\n"
     yield "\n\n"
 
-    if colour:
-        shades = [paint(f" {limit:g} ", shade(limit), colour) for limit in (0, *BITS)]
+    if color:
+        shades = [paint(f" {limit:g} ", shade(limit), color) for limit in (0, *BITS)]
         yield f"bits: {''.join(shades)} and more\n"
     if loops_vary:
         yield "a small number after a segment is the number of its loops\n"
@@ -409,15 +409,15 @@ def show(
 ):
     """Print the analysis of the text that --show names. Write the page to `page`, or beside the
     checkpoint, whose content is `saved`."""
-    text, name = take_text(argument)
+    text, name = read_text_argument(argument)
     directory = checkpoint if checkpoint.is_dir() else checkpoint.parent
     out = directory / "look.html" if page is None else Path(page)
     analysis = read(model, text, n_loops)
-    print("".join(in_terminal(analysis, shows_colour())), flush=True)
+    print("".join(render_terminal(analysis, shows_colour())), flush=True)
     run = run_facts(directory / checkpoint.name, saved, model)
     content = write_page(analysis, f"{checkpoint.absolute().name} reads {name}", model, run)
     try:
-        with durable(out, "wb") as file:
+        with atomic_write(out, "wb") as file:
             file.write(content.encode())
     except OSError as fault:
         raise DataError(

@@ -34,7 +34,7 @@ from torch import Tensor
 from spider.config import SpiderConfig
 from spider.errors import CheckpointError, ProgressBar, UsageError, one_line
 from spider.flags import quoted
-from spider.machine import multiplies_bf16
+from spider.machine import has_bf16
 from spider.model.decode import PIECE, DecodingState
 from spider.model.memory import tables_of
 from spider.training.checkpoint import (
@@ -49,7 +49,7 @@ from spider.training.checkpoint import (
 )
 from spider.training.distributed import UNSHARDED, World
 from spider.training.optim import RowwiseAdagrad
-from spider.training.scoring import Reading, Totals, score_batches, score_model
+from spider.training.scoring import BatchScore, Totals, score_batches, score_model
 from spider.training.state import load_optimizers, materialize, on_meta
 from spider.vocabulary import BOS_ID, EOS_ID, IGNORED, PAD_ID
 from spider_model import Spider
@@ -155,7 +155,7 @@ def decoder_of(saved: dict, device: torch.device, model_class: type[Spider]) -> 
     That is bf16 on a GPU, and fp32 on a CPU, where bf16 takes several times as long for a single
     row."""
     dtype = torch.float32
-    if device.type == "cuda" and multiplies_bf16(device):
+    if device.type == "cuda" and has_bf16(device):
         dtype = torch.bfloat16
     return model_of(saved, device, dtype, model_class)
 
@@ -498,7 +498,7 @@ class Adaptation:
         # The accumulators are of gradients of a mean over so many bytes.
         self.bytes_per_step = saved["bytes_seen"] / saved["step"]
 
-    def learn(self, ids: Tensor, labels: Tensor) -> Reading:
+    def learn(self, ids: Tensor, labels: Tensor) -> BatchScore:
         """Score a row, ids and labels [1, n], then step the weights."""
         with torch.enable_grad(), self.model.cast_weights_once():
             out = self.model(ids, n_loops=self.n_loops)
@@ -508,7 +508,7 @@ class Adaptation:
             optimizer.step()
             optimizer.zero_grad()
         targets = (labels != IGNORED).sum()
-        return Reading(nats.detach().double(), targets, out.segments)
+        return BatchScore(nats.detach().double(), targets, out.segments)
 
     def score(self, stream: "Stream", special: bool) -> Totals:
         """Read a stream. special: whether ids above 255 count, too."""

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from spider.config import SpiderConfig
 from spider.errors import UsageError
 from spider.model.layers import Linear, rms_norm, weight_of
-from spider.model.packing import ALL_ROWS, ActiveRows, Packing
+from spider.model.packing import ALL_TOKENS, ActiveTokens, Packing
 
 # --------------------------------------------------------------------------------------------------
 # The cache of decoding
@@ -59,9 +59,9 @@ class Cache:
         window: rows that a row reads, including itself; 0: all. Waits for the device."""
         lengths = before + packing.cu_seqlens.diff()
         rows = int(lengths.max())  # host synchronisation
-        needed = min(rows, window + packing.longest - 1) if window else rows
+        needed = min(rows, window + packing.max_seqlen - 1) if window else rows
         slots = buffer.shape[3]
-        if is_single_row(packing) and needed == window:
+        if is_single_token(packing) and needed == window:
             # Exactly the window: each new row overwrites the one that it no longer sees.
             if slots != needed:
                 buffer = _with_slots(buffer, before, needed)
@@ -97,8 +97,8 @@ class LatentCache(Cache):
     """The cache of attention: latents of earlier rows, to which a step's rows attend."""
 
     hidden: Tensor | None = None  # bool [B, T, used_slots]: not visible to a row; None: all are
-    padded_row: Tensor  # int64 [M], the step's rows in [B * T]; only with `hidden`
-    kept: dict[int, Tensor] | None  # last rows by layer, see rows_before; None in the core
+    padded_index: Tensor  # int64 [M], the step's rows in [B * T]; only with `hidden`
+    kept: dict[int, Tensor] | None  # last rows by layer, see tokens_before; None in the core
 
     def __init__(
         self,
@@ -110,15 +110,15 @@ class LatentCache(Cache):
     ):
         super().__init__(buffer, packing, before, window)
         self.kept = kept
-        if is_single_row(packing):  # it sees all that is stored
+        if is_single_token(packing):  # it sees all that is stored
             return
         row_in_step = packing.position - before.index_select(0, packing.document)
-        self.padded_row = packing.document * packing.longest + row_in_step
+        self.padded_index = packing.document * packing.max_seqlen + row_in_step
 
         slot = torch.arange(self.used_slots, device=buffer.device)
         rows_B = before + packing.cu_seqlens.diff()  # once the step's rows are stored
         stored_B1S = position_in(slot, rows_B, self.buffer.shape[3])[:, None]
-        step = torch.arange(packing.longest, device=buffer.device)
+        step = torch.arange(packing.max_seqlen, device=buffer.device)
         row_BT1 = (before[:, None] + step)[:, :, None]
         self.hidden = (stored_B1S < 0) | (stored_B1S > row_BT1)
         if window:
@@ -130,11 +130,11 @@ class LatentCache(Cache):
         q [M, H, width]. All heads share the rows. Values are the first numbers of the keys."""
         rows, heads, width = q.shape
         documents = len(self.packing.cu_seqlens) - 1
-        longest = self.packing.longest
+        longest = self.packing.max_seqlen
         keys_BSw = self.put(x).unflatten(0, (documents, -1))[:, : self.used_slots]
         padded = documents * longest != rows
         if padded:
-            q = q.new_zeros(documents * longest, heads, width).index_copy(0, self.padded_row, q)
+            q = q.new_zeros(documents * longest, heads, width).index_copy(0, self.padded_index, q)
         q = q.reshape(documents, longest * heads, width)
         score = torch.baddbmm(q.new_zeros(()), q, keys_BSw.mT, beta=0, alpha=scale)
         if self.hidden is not None:
@@ -142,10 +142,10 @@ class LatentCache(Cache):
             score_BTHS.masked_fill_(self.hidden[:, :, None], -math.inf)
         out = torch.bmm(score.softmax(-1), keys_BSw[..., :value_width])
         out = out.view(documents * longest, heads, value_width)
-        return out.index_select(0, self.padded_row) if padded else out
+        return out.index_select(0, self.padded_index) if padded else out
 
 
-def rows_before(
+def tokens_before(
     x_MD: Tensor, packing: Packing, count: int, cache: LatentCache | None = None
 ) -> Tensor:
     """Return the `count` rows before each row of a byte layer, the nearest last: [M, D, count].
@@ -157,7 +157,7 @@ def rows_before(
     known_BTD = F.pad(x_MD.unflatten(0, (documents, -1)), (0, 0, count, 0))
     if cache is not None:
         if cache.kept is None:
-            raise UsageError("rows_before is for layers of prelude and coda, not of the core")
+            raise UsageError("tokens_before is for layers of prelude and coda, not of the core")
         known_BTD[:, :count] = cache.kept.get(cache.layer, 0)
         cache.kept[cache.layer] = known_BTD[:, -count:]
     earlier = known_BTD[:, :-1].unfold(1, count, 1).flatten(0, 1)
@@ -166,9 +166,9 @@ def rows_before(
     return torch.where(in_document[:, None], earlier, 0)
 
 
-def is_single_row(packing: Packing) -> bool:
+def is_single_token(packing: Packing) -> bool:
     """Return whether a step has one row of one document, as it has in sampling."""
-    return packing.longest == 1 and len(packing.cu_seqlens) == 2
+    return packing.max_seqlen == 1 and len(packing.cu_seqlens) == 2
 
 
 def position_in(slot: Tensor, rows_B: Tensor, slots: int) -> Tensor:
@@ -229,9 +229,9 @@ def attend_varlen(q_MHQ: Tensor, k_MHQ: Tensor, v_MHQ: Tensor, packing: Packing)
     """Attend causally inside each document by torch's variable-length kernel -> [M, H * Q]."""
     from torch.nn.attention.varlen import varlen_attn
 
-    assert packing.extent is not None  # Packing.build gives either this or buckets
+    assert packing.max_seqlen_as_size is not None  # Packing.build gives either this or buckets
     cu_seqlens = packing.cu_seqlens
-    longest = packing.extent.shape[0]
+    longest = packing.max_seqlen_as_size.shape[0]
     window = (packing.window - 1, 0)  # rows before and after the row itself; -1: all
     out = varlen_attn(
         q_MHQ, k_MHQ, v_MHQ, cu_seqlens, cu_seqlens, longest, longest, window_size=window
@@ -246,16 +246,16 @@ def attend_padded(qkv: Tensor, packing: Packing) -> Tensor:
     qkv [M, H, 3, Q]: queries, keys and values, side by side. Returns [M, H * Q]."""
     assert packing.buckets is not None
     sizes = [bucket.documents * bucket.length for bucket in packing.buckets]
-    if packing.padded_row is not None:
+    if packing.padded_index is not None:
         padding = qkv.new_zeros(sum(sizes), *qkv.shape[1:])
-        qkv = padding.index_copy_(0, packing.padded_row, qkv)
+        qkv = padding.index_copy_(0, packing.padded_index, qkv)
     batches = qkv.split(sizes) if len(sizes) > 1 else (qkv,)
     outs = []
     for batch, bucket in zip(batches, packing.buckets, strict=True):
         out = _attend_batch(batch.unflatten(0, bucket), packing.window)
         outs.append(out.flatten(0, 1))
     out = _concatenate(outs, dim=0)
-    return out if packing.padded_row is None else out.index_select(0, packing.padded_row)
+    return out if packing.padded_index is None else out.index_select(0, packing.padded_index)
 
 
 def _attend_batch(qkv: Tensor, window: int) -> Tensor:
@@ -359,7 +359,7 @@ class MLA(nn.Module):
         self,
         x: Tensor,
         packing: Packing,
-        active: ActiveRows = ALL_ROWS,
+        active: ActiveTokens = ALL_TOKENS,
         latent: Tensor | None = None,
         cache: LatentCache | None = None,
     ) -> tuple[Tensor, Tensor]:

@@ -87,19 +87,19 @@ BIN = 2 * MAX_SCORE / N_BINS
 TIE_BINS = 64  # bins over which `tie` spreads equal scores
 
 
-class Expectation(NamedTuple):
+class PredictorTerms(NamedTuple):
     """What the predictor expects of a pass in training, before the losses of its bytes are
     known."""
 
     loss_M: Tensor  # expected losses of the next bytes
-    nat_probe_M: Tensor  # zeros to add to the losses of the next bytes, see GainRegression
+    zero_nats_M: Tensor  # zeros to add to the losses of the next bytes, see GainRegression
     counts: Tensor  # scores by bin and pairs of bytes, see `count`
 
 
 class GainRegression(torch.autograd.Function):
     """Fit the gain of each boundary, in the backward pass, to the nats that the boundary saves.
 
-    Returns `unpooled` unchanged, and `nat_probe`: zeros to add to the losses of bytes. The gradient
+    Returns `unpooled` unchanged, and `zero_nats`: zeros to add to the losses of bytes. The gradient
     of a byte's probe is the weight of a nat of that byte in the loss L to minimize. It is 0 for a
     byte without a label, and for all bytes if L is not the model's loss.
 
@@ -109,8 +109,8 @@ class GainRegression(torch.autograd.Function):
     def forward(ctx, unpooled_MD, gain_M, b_M, earlier_MD, rate):
         ctx.save_for_backward(unpooled_MD - earlier_MD, gain_M, b_M)
         ctx.rate = rate
-        nat_probe_M = torch.zeros_like(gain_M)
-        return unpooled_MD.view_as(unpooled_MD), nat_probe_M
+        zero_nats_M = torch.zeros_like(gain_M)
+        return unpooled_MD.view_as(unpooled_MD), zero_nats_M
 
     @staticmethod
     def backward(ctx, grad_MD, nat_weight_M):
@@ -233,16 +233,16 @@ class SurprisePredictor(nn.Module):
         position_M: Tensor,
         unpooled_MD: Tensor,
         earlier_MD: Tensor,
-    ) -> tuple[Tensor, Expectation]:
+    ) -> tuple[Tensor, PredictorTerms]:
         """Observe a pass in training; return `unpooled` with unchanged values, through which the
         gain learns in backward, see GainRegression."""
         surprise_M, gain_M = predicted.unbind(1)
-        unpooled_MD, nat_probe_M = GainRegression.apply(
+        unpooled_MD, zero_nats_M = GainRegression.apply(
             unpooled_MD, gain_M, b_M, earlier_MD, self.rate
         )
         loss_M = self.entropy.index_select(0, ids_M) + surprise_M + self.mean_loss
         counts = self.count(predicted, ids_M, position_M)
-        return unpooled_MD, Expectation(loss_M, nat_probe_M, counts)
+        return unpooled_MD, PredictorTerms(loss_M, zero_nats_M, counts)
 
     @torch.no_grad()
     def count(self, predicted: Tensor, ids_M: Tensor, position_M: Tensor) -> Tensor:

@@ -31,7 +31,7 @@ from spider.model.attention import LatentCache
 from spider.model.contexts import Past
 from spider.model.memory import ConvolutionCache, MatchHistory, PackedBytes
 from spider.model.packing import Packing, check_ids, document_starts
-from spider.model.segments import add_open_segments, last_byte_of, sum_segments
+from spider.model.segments import add_open_segments, segment_ends, sum_segments
 from spider.vocabulary import BOS_ID, EOS_ID, PAD_ID
 
 PIECE = 256  # bytes of a row that one pass of decoding takes, which bounds its memory
@@ -64,7 +64,7 @@ class DecodingState:
     byte_latents: Tensor  # [prelude and coda layers, 1, B, S, C + R], normed and rotated
     segment_latents: Tensor  # [core layers, n_loops, B, S, C + R], of each segment's last loop
     convolved: Tensor  # [Engram layers of the core, n_loops, B, S, D], convolution inputs
-    # by number of a byte layer that calls attention.rows_before: its last rows, [B, count, D]
+    # by number of a byte layer that calls attention.tokens_before: its last rows, [B, count, D]
     kept: dict[int, Tensor] = field(default_factory=dict)
 
     def copy(self, rows: list[int] | None = None) -> "DecodingState":
@@ -82,7 +82,7 @@ class DecodingState:
         return DecodingState(**copies)
 
     def start_documents(self, starts: Tensor, null: Tensor | None):
-        """Reset the rows, bool [B], where a new document starts. null: see Spider.null_rows.
+        """Reset the rows, bool [B], where a new document starts. null: see Spider.null_output.
 
         Bytes, latents and history of the document before remain, but with its position at 0, a row
         sees none of them."""
@@ -179,7 +179,7 @@ def decoding_state(model: Any, rows: int = 1, n_loops: int | None = None) -> Dec
     def zeros(*shape: int, dtype: torch.dtype = model.compute_dtype) -> Tensor:
         return torch.zeros(shape, dtype=dtype, device=model.embed_tokens.device)
 
-    null = zeros(c.hidden_size) if model.core is None else model.null_rows()
+    null = zeros(c.hidden_size) if model.core is None else model.null_output()
     return DecodingState(
         n_loops=n_loops,
         last_bytes=zeros(rows, c.reach, dtype=torch.int64).fill_(PAD_ID),
@@ -335,7 +335,7 @@ def _read_piece(model: Any, input_ids: Tensor, state: DecodingState) -> Tensor:
     # Whether the first byte starts a document, as the byte before it decides.
     starts = document_starts(known[:, -length - 1 :])[:, 1]
     if starts.any():
-        state.start_documents(starts, None if model.core is None else model.null_rows())
+        state.start_documents(starts, None if model.core is None else model.null_output())
     packed = _pack(model, input_ids, known, state)
 
     cache = LatentCache(
@@ -422,7 +422,7 @@ def _finish_segments(
     # Run the core
     unpooled_N = unpooled_before[:0]
     if segments:
-        past = packed.past.select(last_byte_of(b_M, segments))
+        past = packed.past.select(segment_ends(b_M, segments))
         unpooled_N = _run_core(model, z_ND, segment_cu_seqlens, past, state)
         last_segment_B = (segment_cu_seqlens[1:] - 1).clamp_min(0)
         newest = unpooled_N.index_select(0, last_segment_B)

@@ -25,11 +25,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from spider.config import SPAN_BYTES, SpiderConfig, primes_below
+from spider.config import MAX_CONTEXT_BYTES, SpiderConfig, primes_below
 from spider.model.attention import Cache
 from spider.model.contexts import Past
 from spider.model.layers import Linear, inverse_rms, rms_norm, wide
-from spider.model.packing import ActiveRows, Packing, mark_rows_dynamic, round_up
+from spider.model.packing import ActiveTokens, Packing, mark_tokens_dynamic, round_up
 
 # --------------------------------------------------------------------------------------------------
 # Tables of learned rows
@@ -41,7 +41,7 @@ class HashedContexts(nn.Module):
     def __init__(self, contexts: tuple[str, ...]):
         super().__init__()
         self.contexts = contexts
-        longest = max(int(name) if name.isdecimal() else SPAN_BYTES for name in contexts)
+        longest = max(int(name) if name.isdecimal() else MAX_CONTEXT_BYTES for name in contexts)
         self.multiplier: Tensor = nn.Buffer(torch.empty(longest, dtype=torch.int64))
 
     def init_hash(self, seed: int):
@@ -314,7 +314,7 @@ def _newest_occurrence(keys_XBT: Tensor, position_BT: Tensor, stored_XBS: Tensor
 # Engram at segment rate
 
 
-class Recollection(NamedTuple):
+class RetrievedMemory(NamedTuple):
     """The lookups of a segment Engram, shared by all loops."""
 
     key: Tensor  # [N, D], normed
@@ -376,7 +376,7 @@ class SegmentEngram(nn.Module):
         dilation = len(config.engram_contexts)
         return [tap * dilation for tap in range(1, cls.kernel_size)]
 
-    def recall(self, past: Past, position_N: Tensor, dtype: torch.dtype) -> Recollection:
+    def recall(self, past: Past, position_N: Tensor, dtype: torch.dtype) -> RetrievedMemory:
         """Compute what all loops share.
 
         past: of each segment's last byte. position int64 [N]: of the segments in their
@@ -388,7 +388,7 @@ class SegmentEngram(nn.Module):
         length = torch.linalg.vector_norm(value_ND, dim=1, keepdim=True, dtype=at_least_fp32)
         mean_square = length.square() / value_ND.shape[1]
         if self.compiled is not None and torch.is_grad_enabled():
-            mark_rows_dynamic(value_ND, position_N)
+            mark_tokens_dynamic(value_ND, position_N)
             tap_value, tap_segment = self.compiled(self, value_ND, position_N)
         else:  # cheap to recompute, and three times as large as its inputs
             tap_value, tap_segment = checkpoint(
@@ -398,7 +398,7 @@ class SegmentEngram(nn.Module):
                 use_reentrant=False,
                 preserve_rng_state=False,
             )
-        return Recollection(key_ND, value_ND, mean_square, tap_segment, tap_value)
+        return RetrievedMemory(key_ND, value_ND, mean_square, tap_segment, tap_value)
 
     def in_one_graph(self, value_ND: Tensor, position_N: Tensor) -> tuple[Tensor, Tensor]:
         """Return the weighted values of all taps, [N, taps, D], and the index of each tap's
@@ -417,8 +417,8 @@ class SegmentEngram(nn.Module):
     def forward(
         self,
         h: Tensor,
-        recalled: Recollection,
-        active: ActiveRows,
+        recalled: RetrievedMemory,
+        active: ActiveTokens,
         before: Tensor | None,
         cache: ConvolutionCache | None = None,
     ) -> tuple[Tensor, Tensor]:
@@ -450,7 +450,9 @@ class SegmentEngram(nn.Module):
         similarity = _Similarity.apply(h, key)
         return torch.sigmoid(similarity.sign() * similarity.abs().clamp_min(1e-6).sqrt())
 
-    def _convolve(self, scale_N1: Tensor, recalled: Recollection, active: ActiveRows) -> Tensor:
+    def _convolve(
+        self, scale_N1: Tensor, recalled: RetrievedMemory, active: ActiveTokens
+    ) -> Tensor:
         """Convolve norm(u) over all segments of the pass; return active ones, [n, D]."""
         tap_scale = scale_N1.flatten().index_select(0, recalled.tap_segment)
         tap_scale = tap_scale.view(len(scale_N1), -1, 1)  # [N, taps, 1]

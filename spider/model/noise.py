@@ -60,7 +60,7 @@ def byte_noise(
     return splitmix(start, torch.arange(1, length + 1, device=device))
 
 
-def dropped(x: Tensor, rate: float, noise: Tensor | None, site: int) -> Tensor:
+def apply_dropout(x: Tensor, rate: float, noise: Tensor | None, site: int) -> Tensor:
     """Apply dropout of a rate to x [n, D]; without noise return x.
 
     The mask is a function of the row's noise, int64 [n], the column and the site. A site is a place

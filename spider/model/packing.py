@@ -60,7 +60,7 @@ def document_cu_seqlens(input_ids: Tensor) -> Tensor:
     return F.pad(first_rows, (0, 1), value=input_ids.numel()).to(torch.int32)
 
 
-def longest_bound(cu_seqlens: Tensor, length: int) -> int:
+def max_seqlen_of(cu_seqlens: Tensor, length: int) -> int:
     """Return an upper bound of the documents' lengths: a power of two, at least 16, but at most
     `length`.
 
@@ -87,11 +87,11 @@ class Packing:
     cu_seqlens: Tensor  # int32 [B + 1], first row of each document, and the number of rows
     document: Tensor  # int64 [M]
     position: Tensor  # int64 [M], row within its document, counting rows of earlier decoding steps
-    longest: int  # upper bound of rows in a document
+    max_seqlen: int  # upper bound of rows in a document
     cos: Tensor  # [M, 1, R], of both halves
     sin: Tensor  # [M, 1, R], negative in the first half
     buckets: list[Bucket] | None  # the padded batches
-    padded_row: Tensor | None  # int64 [M], each row's index in these; None: the same
+    padded_index: Tensor | None  # int64 [M], each row's index in these; None: the same
     window: int  # attention window in rows, including the row itself; 0: unlimited
     # [longest, 0]. Its size carries the bound into a compiled graph. An int would be a constant
     # there, and each other number another graph.
@@ -119,7 +119,7 @@ class Packing:
         position = row - origin.index_select(0, document)
 
         buckets = None
-        padded_row = None
+        padded_index = None
         extent = None
         if before is None:
             has_kernel = device.type != "cpu" and dtype in (torch.bfloat16, torch.float16)
@@ -128,7 +128,7 @@ class Packing:
             else:
                 buckets, start = pad_documents(cu_seqlens.diff(), bound)
                 if start is not None:
-                    padded_row = start.index_select(0, document) + position
+                    padded_index = start.index_select(0, document) + position
 
         frequency, signed_frequency = rotary_frequencies(
             config.qk_rope_head_dim, config.rope_theta, device
@@ -138,11 +138,11 @@ class Packing:
             cu_seqlens=cu_seqlens,
             document=document,
             position=position,
-            longest=bound,
+            max_seqlen=bound,
             cos=(position_M11 * frequency).cos().to(dtype),
             sin=(position_M11 * signed_frequency).sin().to(dtype),
             buckets=buckets,
-            padded_row=padded_row,
+            padded_index=padded_index,
             window=window,
             extent=extent,
         )
@@ -162,7 +162,7 @@ def rotary_frequencies(width: int, theta: float, device: torch.device) -> tuple[
 
 
 @dataclass
-class ActiveRows:
+class ActiveTokens:
     """The segments that are still in the core. Later segments read the other ones as their last
     loop left them.
 
@@ -196,7 +196,7 @@ class ActiveRows:
         return torch.where(self.mask[:, None], self.scatter(x_nD), before_MD)
 
 
-ALL_ROWS = ActiveRows()
+ALL_TOKENS = ActiveTokens()
 
 
 # --------------------------------------------------------------------------------------------------
@@ -270,7 +270,7 @@ def _fill_buckets(
 # Numbers of rows
 
 
-def mark_rows_dynamic(*values: object):
+def mark_tokens_dynamic(*values: object):
     """Tell torch.compile of all tensors among the values that their number of rows varies."""
     for value in values:
         if isinstance(value, Tensor):
@@ -286,10 +286,10 @@ def next_power_of_two(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
-def row_step(n_bytes: int, longest: int) -> int:
+def padding_multiple(n_bytes: int, max_seqlen: int) -> int:
     """Return the step in which the core's number of rows grows.
 
     n_bytes: of the batch; longest: upper bound of a document's bytes. Each number of rows needs its
     own kernels on a CPU, so there are few. It is a multiple of 16, as products in FP8 need it, and
     compiled layers would need other graphs for other numbers."""
-    return round_up(max(1, min(longest, n_bytes // 64)), 16)
+    return round_up(max(1, min(max_seqlen, n_bytes // 64)), 16)

@@ -113,11 +113,11 @@ def unpool_segments(
     document_M, ended_M = _documents_and_segments(b, cu_seqlens)
     ended_M = ended_M - back
     null = null.view(-1, *z.shape[1:])
-    null_rows = len(null)  # 1 or B
+    null_output = len(null)  # 1 or B
     rows = torch.cat((null.to(z.dtype), z))
     has_segment = ended_M > segment_cu_seqlens.index_select(0, document_M)
-    row_of_segment = null_rows + ended_M - 1
-    row_of_null = document_M.clamp_max(null_rows - 1)
+    row_of_segment = null_output + ended_M - 1
+    row_of_null = document_M.clamp_max(null_output - 1)
     row_M = torch.where(has_segment, row_of_segment, row_of_null)
     if offset is not None:
         row_M = row_M * z.shape[1] + offset
@@ -153,7 +153,7 @@ def boundary_before_last(b: Tensor) -> Tensor:
     return last_before_M.index_select(0, last_M.clamp_min(0))
 
 
-def last_byte_of(b: Tensor, rows: int) -> Tensor:
+def segment_ends(b: Tensor, rows: int) -> Tensor:
     """Return the last byte of each segment, int64 [rows], from boundaries b [M].
 
     rows: N or more; the last byte of the rows after N, which are padding, is 0."""

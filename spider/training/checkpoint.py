@@ -33,7 +33,7 @@ from loguru import logger
 from torch import Tensor, nn
 
 from spider import files, machine
-from spider.config import LARGEST, PRESETS, SEQ_LEN, Range, SpiderConfig
+from spider.config import MAX_INT, PRESETS, SEQ_LEN, Range, SpiderConfig
 from spider.errors import CheckpointError, UsageError
 from spider.training.distributed import World
 from spider.training.optim import Optimizers
@@ -61,7 +61,7 @@ FLAGS: dict[str, Any] = dict(
     seq_len=int, eval_tokens=int, target_tokens=int, minutes=float | int | None, data_dir=str
 )
 # ranges of whole numbers; others are at least 0
-SIZE = Range(1, LARGEST)
+SIZE = Range(1, MAX_INT)
 SIZES = dict(seq_len=Range(*SEQ_LEN), eval_tokens=SIZE, target_tokens=SIZE)
 
 
@@ -163,7 +163,7 @@ def recorded(state: dict) -> dict:
         if valid and isinstance(value, float):
             valid = math.isfinite(value) or name in ENTRIES  # best_loss begins at infinity
         if valid and isinstance(value, int):
-            valid = SIZES.get(name, Range(0, LARGEST)).has(value)
+            valid = SIZES.get(name, Range(0, MAX_INT)).has(value)
         if not valid:
             raise ValueError(f"{name} has a value that no run records")
     metrics = known.get("metrics") or {}
@@ -348,7 +348,7 @@ def best_checkpoint(directory: Path) -> SavedCheckpoint:
     return best
 
 
-class Origin(NamedTuple):
+class StartCheckpoint(NamedTuple):
     """The checkpoint that a run begins with."""
 
     path: Path | None = None  # None: a run from scratch
@@ -360,7 +360,7 @@ class Origin(NamedTuple):
         """The flags that the checkpoint recorded."""
         return {} if self.state is None else self.state.get("flags", {})
 
-    def without_tensors(self) -> "Origin":
+    def without_tensors(self) -> "StartCheckpoint":
         """Return what all ranks know of a checkpoint that rank 0 has read."""
         if self.state is None:
             return self
@@ -371,10 +371,10 @@ class Origin(NamedTuple):
         return self.resumes and self.path is not None and self.path.parent == Path(directory)
 
 
-FROM_SCRATCH = Origin()
+FROM_SCRATCH = StartCheckpoint()
 
 
-def load_origin(directory: Path, resume: str | None, reset_steps: bool) -> Origin:
+def load_start(directory: Path, resume: str | None, reset_steps: bool) -> StartCheckpoint:
     """Load the checkpoint that a run in a directory begins with.
 
         the directory has     --resume                           the run
@@ -426,10 +426,10 @@ def load_origin(directory: Path, resume: str | None, reset_steps: bool) -> Origi
             f"--resume: {directory} holds a later checkpoint than {resume}, {path.name}: to go "
             f"back, name a new --ckpt_dir"
         )
-    return Origin(path, state, resumes=True)
+    return StartCheckpoint(path, state, resumes=True)
 
 
-def begin_run(resume: str | None, reset_steps: bool) -> Origin:
+def begin_run(resume: str | None, reset_steps: bool) -> StartCheckpoint:
     """Load what --resume names, if anything, for a run in a directory without a good checkpoint: a
     checkpoint, an export, or the newest good checkpoint of a run's directory."""
     if resume is None:
@@ -450,7 +450,7 @@ def begin_run(resume: str | None, reset_steps: bool) -> Origin:
             f"--resume: {path} has no optimizer state: add --reset_steps to start a new run "
             f"from its weights"
         )
-    return Origin(path, state, resumes=not reset_steps)
+    return StartCheckpoint(path, state, resumes=not reset_steps)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -500,7 +500,7 @@ class CheckpointWriter:
         self.writing: Future[bool] = self.thread.submit(lambda: True)  # whether it succeeded
         if world.is_rank0:
             files.delete_unfinished(directory, "spider-step*.pt")
-            # Not later ones: load_origin found them damaged, but find_checkpoints reads no sums.
+            # Not later ones: load_start found them damaged, but find_checkpoints reads no sums.
             self.saved = [one for one in find_checkpoints(directory) if one.step <= step]
 
     def save(self, state: dict, sync_metrics: Callable[[], None]):
@@ -534,7 +534,7 @@ class CheckpointWriter:
         began = time.perf_counter()
         path = checkpoint_path(self.directory, state["step"])
         try:
-            with files.durable(path, "wb") as file:
+            with files.atomic_write(path, "wb") as file:
                 write_archive(file, state)
                 sync_metrics()
         except OSError as fault:
@@ -601,7 +601,7 @@ def changes_since(state: dict, plan: "Plan", mixture: dict[str, Any]) -> dict[st
 
 
 def progress_of(
-    origin: Origin, plan: "Plan", loader: "Loader"
+    origin: StartCheckpoint, plan: "Plan", loader: "Loader"
 ) -> tuple[RunProgress, dict[str, str]]:
     """Return the progress of the run that a checkpoint continues, and its `changes_since`; for
     other runs that of step 0, and no change.
@@ -634,7 +634,9 @@ def progress_of(
     return progress, changed
 
 
-def check_finished(origin: Origin, plan: "Plan", progress: RunProgress, changed: dict[str, str]):
+def check_finished(
+    origin: StartCheckpoint, plan: "Plan", progress: RunProgress, changed: dict[str, str]
+):
     """Check a run that has no step left to train. Raise UsageError if it has other settings than
     its checkpoint, or another directory, and Diverged if it had diverged."""
     progress.check_divergence(1)
@@ -653,7 +655,7 @@ def check_finished(origin: Origin, plan: "Plan", progress: RunProgress, changed:
 
 
 def restore(
-    origin: Origin,
+    origin: StartCheckpoint,
     plan: "Plan",
     model: nn.Module,
     optimizers: Optimizers,

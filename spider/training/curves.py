@@ -19,10 +19,10 @@ from pathlib import Path
 import numpy as np
 from loguru import logger
 
-from spider.errors import UsageError, run_program
-from spider.files import durable
+from spider.errors import UsageError, run_command
+from spider.files import atomic_write
 from spider.machine import quiet
-from spider.training.run import read_lines
+from spider.training.run import read_metrics
 
 PANELS = {  # title: key in metrics.jsonl, key of its validation
     "bits per byte": ("bpb", "val_bpb"),
@@ -42,7 +42,7 @@ Curves = dict[str, np.ndarray]  # by key, [2, values]: bytes seen, values
 def read_curves(directory: Path) -> Curves:
     """Read the finite numbers of a run's metrics.jsonl; return nothing if there is no such file."""
     points: dict[str, list] = defaultdict(list)
-    for line in read_lines(directory / "metrics.jsonl"):
+    for line in read_metrics(directory / "metrics.jsonl"):
         bytes_seen = line.get("bytes_seen")
         loss = line.get("loss")
         if loss is not None:
@@ -106,7 +106,7 @@ def draw_curves(out: Path, labels: list[str], runs: list[Curves]):
         axes.xaxis.set_major_formatter(EngFormatter("B"))
         axes.locator_params(axis="x", nbins=6)
         axes.legend(fontsize="small")
-    with durable(out, "wb") as file:
+    with atomic_write(out, "wb") as file:
         figure.savefig(file, dpi=90, format="png")
 
 
@@ -154,4 +154,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(run_program(partial(main, sys.argv[1:]), "curves.py"))
+    sys.exit(run_command(partial(main, sys.argv[1:]), "curves.py"))

@@ -112,7 +112,7 @@ class World:
             # After SIGKILL torchrun could not stop its ranks, and they would train on unseen: the
             # kernel sends this when the thread ends that started this process, its main thread.
             _prctl_pr_set_pdeathsig(signal.SIGTERM)
-            if os.getppid() != threads.PARENT:  # the parent died before this call
+            if os.getppid() != threads.PARENT_PID:  # the parent died before this call
                 os.kill(os.getpid(), signal.SIGTERM)
         if self.ranks == 1:
             return

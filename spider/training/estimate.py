@@ -16,7 +16,7 @@ from torch import nn
 
 from spider import machine
 from spider.errors import TooLarge
-from spider.machine import free_memory, multiplies_bf16, process_memory
+from spider.machine import free_memory, has_bf16, process_memory
 from spider.model.memory import tables_of
 from spider.training.checkpoint import checkpoint_paths
 from spider.training.distributed import World
@@ -49,7 +49,7 @@ def parameter_table(model: "Spider") -> dict[str, tuple[int, float]]:
     return table
 
 
-def uses_of_matrices(model: "Spider", segments_per_byte: float, n_loops: int) -> dict[str, float]:
+def matrix_uses(model: "Spider", segments_per_byte: float, n_loops: int) -> dict[str, float]:
     """Return how often a byte multiplies by each matrix, or by a matrix of each stack, on
     average."""
     c = model.config
@@ -86,9 +86,9 @@ def flops_per_byte(
     segments_per_byte = 1 / bytes_per_segment
     # multiply-adds of a forward pass: weights times their uses
     products: float = 0
-    if c.scores_core:
+    if c.has_core_loss:
         products += model.get_parameter("lm_head.weight").numel()
-    for name, uses in uses_of_matrices(model, segments_per_byte, n_loops).items():
+    for name, uses in matrix_uses(model, segments_per_byte, n_loops).items():
         rate = 0.5 if name in fast else 1.0
         products += model.get_parameter(name).numel() * rate * uses
     window = min(c.byte_window or seq_len, seq_len)
@@ -149,7 +149,7 @@ def estimate_memory(plan: "Plan", world: World) -> dict[str, float]:
     on_cpu = world.device.type == "cpu"
     state = state_size(model, flags.optimizer)
 
-    kept = size * rows * numbers_kept(plan)
+    kept = size * rows * activations_per_byte(plan)
     if on_cpu:
         kept *= 1.35  # documents are padded, and malloc leaves holes
     casts = 0
@@ -182,7 +182,7 @@ def estimate_memory(plan: "Plan", world: World) -> dict[str, float]:
         "optimizer": state.dense_state / world.shards + state.table_state,
         "cast weights": casts,
         "activations": kept,
-        # ids and labels, int64, of this step and the next one (data.Feed)
+        # ids and labels, int64, of this step and the next one (data.Prefetcher)
         "batches": 2 * 2 * 8 * rows * flags.grad_accum,
         "gathered weights": gathered,
     }
@@ -192,7 +192,7 @@ def estimate_memory(plan: "Plan", world: World) -> dict[str, float]:
             "checkpoint copy": plan.checkpoint_size / world.local_ranks,
             # In bf16 oneDNN caches 1,024 kernels twice, one per size of a product (in Muon also per
             # learning rate).
-            "growth of the process": 1e9 if multiplies_bf16(world.device) else 1e8,
+            "growth of the process": 1e9 if has_bf16(world.device) else 1e8,
         }
     return memory
 
@@ -205,7 +205,7 @@ def table_gradients(model: nn.Module, n_bytes: int) -> float:
     return min(4.0 * lookups * n_bytes, 8.0 * in_tables)
 
 
-def numbers_kept(plan: "Plan") -> float:
+def activations_per_byte(plan: "Plan") -> float:
     """Estimate how many numbers of activations a byte keeps at the peak of a step.
 
     They are in proportion to the inputs and outputs of the products of a byte. The factors are
@@ -217,7 +217,7 @@ def numbers_kept(plan: "Plan") -> float:
     segments = 1 / c.bytes_per_segment  # per byte
     byte_layers = c.n_prelude_layers + c.n_coda_layers
     widths: dict[str, float] = defaultdict(float)  # by part of the model
-    for name, uses in uses_of_matrices(plan.model, segments, n_loops).items():
+    for name, uses in matrix_uses(plan.model, segments, n_loops).items():
         shape = plan.model.get_parameter(name).shape
         widths[name.partition(".")[0]] += uses * shape[:-2].numel() * sum(shape[-2:])
     in_core = widths["core"]
@@ -279,13 +279,13 @@ def check_memory(plan: "Plan", world: World):
     if needed > 1.25 * available:
         raise TooLarge(
             f"--micro_batch: the run needs about {needed * world.local_ranks / 1e9:.3g} GB, but "
-            f"this machine has {available * world.local_ranks / 1e9:.3g} GB: {less_memory(plan)}"
+            f"this machine has {available * world.local_ranks / 1e9:.3g} GB: {memory_remedy(plan)}"
         )
     if obstacle := obstacle_to_copy(plan, world):
         raise TooLarge(f"--ckpt_every: {obstacle}")
 
 
-def less_memory(plan: "Plan") -> str:
+def memory_remedy(plan: "Plan") -> str:
     """Name flags with which a step takes less memory."""
     more_shards = f"raise --shards to {plan.ranks}, " if plan.flags.shards < plan.ranks else ""
     return (
@@ -314,7 +314,7 @@ TOO_LONG = 30.0  # seconds: a step that takes longer even at the peak rate is no
 HOST_SECONDS = 0.07  # in which the host launches a micro-step on a GPU
 
 
-def rates(plan: "Plan", peak: float) -> tuple[float, float]:
+def predict_speed(plan: "Plan", peak: float) -> tuple[float, float]:
     """Return the bytes/s that matrix products alone allow, and those to expect of a GPU.
 
     To expect is that all else takes as long as products in bf16, and that the host keeps up with
@@ -370,7 +370,7 @@ def describe_needs(plan: "Plan", world: World) -> tuple[list[str], list[str]]:
     ]
     lacking = []
     if needed > usable:
-        lacking.append(f"memory: {less_memory(plan)}")
+        lacking.append(f"memory: {memory_remedy(plan)}")
     if obstacle := obstacle_to_copy(plan, world):
         lacking.append(obstacle)
     if missing * plan.checkpoint_size > free:

@@ -83,7 +83,7 @@ def as_argument(name: str, value: object) -> str:
 
 LOG_LINES = 100  # of steps in a run, at most, unless --log_every is given
 LOG_SECONDS = 10.0  # between two lines, at least
-LONGEST_SILENCE = 600.0  # seconds after which a step has a line in any case, even in a long run
+MAX_SILENCE = 600.0  # seconds after which a step has a line in any case, even in a long run
 
 
 class StepLog:
@@ -107,7 +107,7 @@ class StepLog:
             return step % self.plan.flags.log_every == 0
         seconds = now - self.logged
         is_hundredth = (step - self.logged_step) * LOG_LINES >= self.last_step
-        return seconds >= LONGEST_SILENCE or (seconds >= LOG_SECONDS and is_hundredth)
+        return seconds >= MAX_SILENCE or (seconds >= LOG_SECONDS and is_hundredth)
 
     def log(self, events: StepEvents):
         """Log the last step, if a line is due, and its events."""
@@ -132,10 +132,10 @@ class StepLog:
                 line += ", tables cleared: the loss rises"
             logger.info(line)
         if progress.skipped or events.spike:
-            logger.warning(odd_step_line(progress, self.plan))
+            logger.warning(describe_odd_step(progress, self.plan))
 
 
-def odd_step_line(progress: RunProgress, plan: Plan) -> str:
+def describe_odd_step(progress: RunProgress, plan: Plan) -> str:
     """Describe a skipped step or a loss spike, with the command that prints its batch."""
     flags = plan.flags
     what = "skipped: loss or gradient is not finite" if progress.skipped else "is a spike"

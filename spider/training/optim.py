@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from spider.config import OPTIMIZERS
 from spider.errors import WorldError
-from spider.machine import multiplies_bf16, quiet
+from spider.machine import has_bf16, quiet
 from spider.model.memory import EngramTable, tables_of
 from spider.training.distributed import Sharded, ShardedParameter, sharding_of
 from spider.training.muon_ranks import MatrixAssignment
@@ -240,7 +240,7 @@ class Muon(torch.optim.Optimizer):
         super().__init__(params, dict(lr=lr, momentum=momentum, weight_decay=weight_decay))
         self.assignment = assignment
         matrix = self.param_groups[0]["params"][0]
-        self.dtype = torch.bfloat16 if multiplies_bf16(matrix.device) else torch.float32
+        self.dtype = torch.bfloat16 if has_bf16(matrix.device) else torch.float32
 
     def make_state(self, p: Tensor):
         """Make the state of a parameter, before its first step."""
@@ -414,10 +414,10 @@ class RowwiseAdagrad(torch.optim.Optimizer):
     def step(self) -> None:  # type: ignore[override]  # torch's may also evaluate the loss
         for group in self.param_groups:
             for p in group["params"]:
-                merged = self.tables[p].merged()
-                if merged is None:
+                summed_gradients = self.tables[p].summed_gradients()
+                if summed_gradients is None:
                     continue
-                row, grad = merged
+                row, grad = summed_gradients
                 length = torch.linalg.vector_norm(grad, dim=1)
                 if not self.state[p]:
                     self.make_state(p)

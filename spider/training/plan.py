@@ -1,7 +1,7 @@
 """The plan of a run: from the flags of a command to `Plan`, in stages that take values and return
 values.
 
-`settle` calls them in order: the recipe, the model, the batch, the horizon, the machine, memory.
+`resolve_plan` calls them in order: the recipe, the model, the batch, the horizon, the machine, memory.
 Then come what --minutes chooses, warnings of a horizon that does not suit, and the dry run."""
 
 import math
@@ -16,11 +16,11 @@ from loguru import logger
 
 from data import Loader, StepLayout
 from spider import machine
-from spider.config import LARGEST, RECOMPUTE, SpiderConfig
-from spider.errors import UsageError, say
+from spider.config import MAX_INT, RECOMPUTE, SpiderConfig
+from spider.errors import UsageError, print_line
 from spider.model.memory import tables_of
 from spider.training import estimate
-from spider.training.checkpoint import FROM_SCRATCH, Origin, check_weights
+from spider.training.checkpoint import FROM_SCRATCH, StartCheckpoint, check_weights
 from spider.training.distributed import World
 from spider.training.fp8 import describe_fp8
 from spider.training.optim import ENGRAM_TABLES, kinds_of
@@ -28,7 +28,7 @@ from spider.training.run import RunProgress
 from spider.training.state import on_meta
 from spider.vocabulary import VOCAB_SIZE
 from spider_model import Spider
-from tile_moe import KERNELS, multiplies_at_once, resolve_backend
+from tile_moe import KERNELS, has_grouped_kernel, resolve_backend
 
 if TYPE_CHECKING:
     from train import CommandLine, Flags, Recipe
@@ -41,7 +41,7 @@ Split = dict[str, Any]  # a step's micro-steps: micro_batch and grad_accum
 
 @dataclass(frozen=True)
 class Plan:
-    """A run as `settle` decided it: `plan.flags` has the resolved value of every flag."""
+    """A run as `resolve_plan` decided it: `plan.flags` has the resolved value of every flag."""
 
     flags: "Flags"
     given: Set[str]  # names of the flags that were set anywhere, or chosen by --minutes
@@ -71,11 +71,11 @@ class Plan:
         return math.ceil(self.flags.target_tokens / self.step_bytes)
 
 
-def settle(
+def resolve_plan(
     command: "CommandLine",
     recipes: Mapping[str, "Recipe"],
     world: World,
-    origin: Origin = FROM_SCRATCH,
+    origin: StartCheckpoint = FROM_SCRATCH,
     model_class: type[Spider] = Spider,
     held_out: int = 0,
 ) -> Plan:
@@ -127,7 +127,7 @@ def settle(
 MEMORY_OF_1B = 20e9  # bytes: less holds weights and optimizer, but hardly a micro-batch
 
 
-def recipe_of(model: str, origin: Origin, device: torch.device) -> str:
+def recipe_of(model: str, origin: StartCheckpoint, device: torch.device) -> str:
     """Return the recipe: that of --model, else the checkpoint's, else one that suits the device:
     `1b` would take weeks on a GPU without bf16."""
     if model != "auto":
@@ -135,10 +135,10 @@ def recipe_of(model: str, origin: Origin, device: torch.device) -> str:
     if recorded := (origin.state or {}).get("recipe"):
         return recorded
     is_small = device.type == "cpu" or machine.memory_of(device) < MEMORY_OF_1B
-    return "tiny" if is_small or not machine.multiplies_bf16(device) else "1b"
+    return "tiny" if is_small or not machine.has_bf16(device) else "1b"
 
 
-def with_recipe(command: "CommandLine", recipe: "Recipe", origin: Origin) -> "Flags":
+def with_recipe(command: "CommandLine", recipe: "Recipe", origin: StartCheckpoint) -> "Flags":
     """Fill in the recipe's values, and what the checkpoint decides, of flags that are not given."""
     flags, given, _ = command
     defaults = dict(recipe.values)
@@ -166,7 +166,9 @@ def check_minutes(flags: "Flags", recorded: Mapping[str, Any]):
     )
 
 
-def model_config(flags: "Flags", recipe: str, origin: Origin) -> tuple[SpiderConfig, SpiderConfig]:
+def model_config(
+    flags: "Flags", recipe: str, origin: StartCheckpoint
+) -> tuple[SpiderConfig, SpiderConfig]:
     """Return the configuration of the model: the checkpoint's, else that of the recipe, with --set
     applied. Return also what --model asks for, whose weights must have the same shapes.
 
@@ -190,7 +192,7 @@ def model_config(flags: "Flags", recipe: str, origin: Origin) -> tuple[SpiderCon
 
 
 def splits_of(
-    flags: "Flags", given: Set[str], ranks: int, origin: Origin = FROM_SCRATCH
+    flags: "Flags", given: Set[str], ranks: int, origin: StartCheckpoint = FROM_SCRATCH
 ) -> list[Split]:
     """Return the splits of a step that the flags allow, the preferred ones first.
 
@@ -258,7 +260,7 @@ def with_horizon(flags: "Flags", given: Set[str], recipe: "Recipe", model: Spide
             if kind.component != ENGRAM_TABLES
         )
         target = flags.target_param_data_ratio * parameters
-    flags = replace(flags, target_tokens=max(1, math.ceil(min(target, LARGEST))))
+    flags = replace(flags, target_tokens=max(1, math.ceil(min(target, MAX_INT))))
 
     derived: dict[str, Any] = {
         name: rule(flags, config) for name, rule in recipe.rules.items() if name not in given
@@ -273,7 +275,7 @@ def with_horizon(flags: "Flags", given: Set[str], recipe: "Recipe", model: Spide
     return flags
 
 
-def with_evaluations(plan: Plan, held_out: int, origin: Origin = FROM_SCRATCH) -> Plan:
+def with_evaluations(plan: Plan, held_out: int, origin: StartCheckpoint = FROM_SCRATCH) -> Plan:
     """Limit evaluations to a sixth of the training, if the recipe or --minutes chooses how many
     there are. First make fewer of them, at least one; then read fewer bytes in each.
 
@@ -303,7 +305,7 @@ def with_minutes(plan: Plan, held_out: int, rate: float) -> Plan:
     """Choose --target_tokens, and what follows from it, for a run of --minutes at `rate` bytes/s.
     The horizon counts as given from then on."""
     assert plan.flags.minutes is not None
-    total = int(min(60 * plan.flags.minutes * rate, LARGEST))  # bytes that can be read
+    total = int(min(60 * plan.flags.minutes * rate, MAX_INT))  # bytes that can be read
     given = plan.given | {"target_tokens"}
 
     def with_target(target: int) -> Plan:
@@ -354,7 +356,7 @@ def check_fp8_experts(precision: str, device: torch.device, config: SpiderConfig
         raise UsageError("--fp8_experts: this model has no routed experts")
     if precision != "fp8":
         raise UsageError(f"--fp8_experts needs --precision fp8; the precision is {precision}")
-    if device.type == "cuda" and not multiplies_at_once(device, torch.bfloat16):
+    if device.type == "cuda" and not has_grouped_kernel(device, torch.bfloat16):
         raise UsageError(
             "--fp8_experts: torch's grouped FP8 product needs sm_90 or sm_100; leave out the flag "
             "to run the experts in bf16"
@@ -457,9 +459,9 @@ def print_dry_run(
         print(describe_fp8(plan.model, flags.fp8_experts))
     needs, lacking = estimate.describe_needs(plan, world)
     for line in (*remarks, *needs):
-        say(line)
+        print_line(line)
 
-    bound, expected = estimate.rates(plan, machine.product_rate(world.device) * world.ranks)
+    bound, expected = estimate.predict_speed(plan, machine.matmul_rate(world.device) * world.ranks)
     steps = flags.max_steps or plan.horizon
     n_bytes = steps * plan.step_bytes
     if estimate.is_timed(plan, world, bound):
@@ -475,9 +477,9 @@ def print_dry_run(
                 f"about {estimate.describe_duration(n_bytes / expected)} at an expected "
                 f"{expected:,.0f} bytes/s, {duration}"
             )
-    say(f"run: {steps:,} steps of {plan.step_bytes:,} bytes, {duration}")
+    print_line(f"run: {steps:,} steps of {plan.step_bytes:,} bytes, {duration}")
     if lacking:
-        say(f"verdict: NOT ENOUGH {'; '.join(lacking)}")
+        print_line(f"verdict: NOT ENOUGH {'; '.join(lacking)}")
         return 1
-    say("verdict: enough memory and disk")
+    print_line("verdict: enough memory and disk")
     return 0

@@ -158,7 +158,7 @@ def finite(numbers: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def read_lines(path: Path) -> Iterator[dict[str, Any]]:
+def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the metrics of each step in metrics.jsonl, None for numbers that were not finite.
 
     If there is no such file, yield nothing. Leave out all other lines, such as one that a kill cut
@@ -180,8 +180,8 @@ class Metrics:
 
     def __init__(self, path: Path, step: int):
         """Keep the lines before `step`; the run writes all further ones again."""
-        with files.durable(path) as file:
-            for numbers in read_lines(path):
+        with files.atomic_write(path) as file:
+            for numbers in read_metrics(path):
                 if numbers["step"] < step:
                     file.write(json.dumps(numbers) + "\n")
         self.path = path
@@ -258,7 +258,9 @@ class StopSignals:
     def __enter__(self):
         self.before: dict[int, Any] = {}  # handlers of the caller
         if threading.current_thread() is not threading.main_thread():
-            errors.note("this run is in a thread: no signal, nor Ctrl-C, stops it and saves")
+            errors.print_status(
+                "this run is in a thread: no signal, nor Ctrl-C, stops it and saves"
+            )
             return self
         for number in STOPS:
             handler = signal.getsignal(number)
@@ -317,7 +319,7 @@ class StopSignals:
 # wandb and the profiler
 
 
-class Tracker:
+class WandbLogger:
     """The wandb run of --run. If wandb fails after its start, log the failure once, and continue
     without wandb."""
 
@@ -351,7 +353,7 @@ def start_wandb(
     progress: RunProgress,
     closing: ExitStack,
     in_place: bool,
-) -> Tracker | None:
+) -> WandbLogger | None:
     """Start the wandb run of --run, or return None.
 
     in_place: the run resumes in its own directory. Then the wandb run that its checkpoint recorded
@@ -378,9 +380,9 @@ def start_wandb(
             f"--run: wandb does not start: {fault}; WANDB_MODE=offline needs no network"
         ) from None
     progress.wandb = dict(name=name, id=wandb_run.id)
-    tracker = Tracker(wandb_run)
-    closing.callback(tracker.finish)
-    return tracker
+    wandb_logger = WandbLogger(wandb_run)
+    closing.callback(wandb_logger.finish)
+    return wandb_logger
 
 
 def start_profiler(directory: Path, closing: ExitStack):

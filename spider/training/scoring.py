@@ -1,8 +1,8 @@
 """Score rows of bytes: the one loop over them, and the one sum of what they give.
 
 Three scorers share it. Training evaluates its validation rows (train.evaluate), sample.py --eval
-scores texts (inference.score_windows), and --adapt scores texts from which the model learns
-(inference.Adaptation). They differ in the function that reads a batch.
+scores texts (inference.adapt.score_windows), and --adapt scores texts from which the model learns
+(inference.adapt.DynamicEvaluation). They differ in the function that reads a batch.
 
     score_batches   sum what a function reads from batches, over all ranks
     score_model     the same for a model in evaluation mode
@@ -25,7 +25,7 @@ from spider.vocabulary import IGNORED, PAD_ID
 EVAL_BYTES = 8192  # minimum bytes per evaluation batch; larger ones fit without gradients
 
 
-class Reading(NamedTuple):
+class BatchScore(NamedTuple):
     """What a model made of one batch. Each value is a scalar on the device."""
 
     nats: Tensor  # fp64, cross-entropy summed over the targets
@@ -66,7 +66,7 @@ class Totals:
 
 def score_batches(
     batches: Iterable[tuple[Tensor, Tensor]],
-    read: Callable[[Tensor, Tensor], Reading],
+    read: Callable[[Tensor, Tensor], BatchScore],
     world: World,
     progress: ProgressBar | None,
 ) -> Totals:
@@ -97,10 +97,10 @@ def score_model(
 ) -> Totals:
     """Score batches by a model in evaluation mode. See score_batches."""
 
-    def read(ids: Tensor, labels: Tensor) -> Reading:
+    def read(ids: Tensor, labels: Tensor) -> BatchScore:
         out = model(ids, labels, n_loops=n_loops)
         targets = (labels != IGNORED).sum()
-        return Reading(out.nats_per_byte.double() * targets, targets, out.segments)
+        return BatchScore(out.nats_per_byte.double() * targets, targets, out.segments)
 
     with cast_weights_once(model):
         return score_batches(batches, read, world, progress)

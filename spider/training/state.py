@@ -121,7 +121,7 @@ def host_buffer(shape: Sequence[int], like: Tensor, earlier: object) -> Tensor:
         return earlier
     if like.is_cuda:
         try:
-            machine.check_lockable(size.numel() * like.element_size())
+            machine.check_pinnable(size.numel() * like.element_size())
             return torch.empty(size, dtype=like.dtype, pin_memory=True)
         except RuntimeError as fault:
             warn_of_pageable(str(fault).partition("\n")[0])

@@ -116,7 +116,7 @@ def test_binary_cells_are_read_and_other_types_are_skipped(capsys):
     ],
 )
 def test_unreadable_table_is_reported_by_name(monkeypatch, table, capsys, arguments, message):
-    monkeypatch.setattr(files, "MOST_OF_RECORD", 2000)
+    monkeypatch.setattr(files, "MAX_RECORD_BYTES", 2000)
     write_table(table, Path("a.parquet"))
     Path("long.csv").write_bytes(b'id,text\n1,"' + b"x\n" * 3000)
     with ipc.new_stream("twice.arrow", table.data.schema) as writer:

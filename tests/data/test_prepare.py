@@ -143,7 +143,7 @@ def test_few_documents_are_each_cut_if_one_exceeds_val_fraction():
 
 
 def test_many_documents_keep_the_split_of_their_hashes(monkeypatch):
-    monkeypatch.setattr("spider.data.prepare.FEW", 3)
+    monkeypatch.setattr("spider.data.prepare.MAX_BUFFERED", 3)
     write("in.jsonl", b"".join(b'"%s"\n' % text for text in texts_of_hash(4, 9, 0.5)))
     prepare("in.jsonl --out o")
     assert len(documents("o", "train")) == 4
@@ -269,7 +269,7 @@ BAD_LINES = {
     "bad, message", BAD_LINES.items(), ids=[str(line[:16]) for line in BAD_LINES]
 )
 def test_bad_lines_are_skipped_and_counted_by_error(monkeypatch, capsys, bad, message):
-    monkeypatch.setattr(files, "MOST_OF_RECORD", 120_000)
+    monkeypatch.setattr(files, "MAX_RECORD_BYTES", 120_000)
     monkeypatch.setattr(inputs, "MIB", 1000)
     write("a.jsonl", LINE + b"\n" + bad + b"\n" + LINE + bad + b"\n" + LINE)
     assert train_texts("a.jsonl") == 3 * [b"fine"]

@@ -91,7 +91,7 @@ class Page(HTMLParser):
 def test_recorded_values_equal_the_full_pass(length, boundaries):
     model = model_of(boundaries=boundaries)
     text = text_of(length)
-    analysis = look.read(model, text, 3)
+    analysis = look.analyze(model, text, 3)
     record = analysis.record
     out = model(torch.tensor([[BOS_ID, *text]]), torch.tensor([[*text, -100]]), n_loops=3)
     assert len(analysis.bits) == length
@@ -113,7 +113,7 @@ def test_long_text_is_read_in_windows_overlapping_by_half(monkeypatch, changes):
     model = model_of(**changes)
     text = text_of(300)
     ids = [BOS_ID, *text]
-    analysis = look.read(model, text, 3)
+    analysis = look.analyze(model, text, 3)
     bits = []
     for begin in (0, *range(64, 301, 32)):
         start = max(0, begin - 32)  # half a window of context
@@ -135,7 +135,7 @@ def test_recorded_gates_equal_the_applied_gates(monkeypatch):
     engram = type(model.core.layers[1].engram)
     monkeypatch.setattr(engram, "gate", lambda self, h, key: h.new_full((len(h), 1), 0.25))
     model.engram_output.gate.weight.data.zero_()
-    rows = look.gate_rows(look.read(model, text_of(40), 2))
+    rows = look.gate_rows(look.analyze(model, text_of(40), 2))
     levels = {row["name"]: row["levels"] for row in rows if row["shades"] == "gates"}
     for loop in (1, 2):
         assert {*levels.pop(f"layer 2, loop {loop}")} == {"2", " "}  # blank: the last segment
@@ -144,10 +144,10 @@ def test_recorded_gates_equal_the_applied_gates(monkeypatch):
 
 def test_inspection_leaves_the_model_unchanged_even_after_an_error(monkeypatch):
     model = model_of()
-    look.read(model, b"abc", 2)
+    look.analyze(model, b"abc", 2)
     monkeypatch.setattr(model, "after_core", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        look.read(model, b"abc", 2)
+        look.analyze(model, b"abc", 2)
     assert "boundaries" not in vars(model) and model.core.drop_halted is None
     for module in model.modules():
         assert not module._forward_hooks and not module._forward_pre_hooks
@@ -156,19 +156,19 @@ def test_inspection_leaves_the_model_unchanged_even_after_an_error(monkeypatch):
 def test_show_takes_a_file_stdin_or_a_literal_text(tmp_path, monkeypatch):
     path = tmp_path / "text"
     path.write_bytes(b"from a file")
-    assert look.take_text(str(path)) == (b"from a file", "text")
-    assert look.take_text("no file, \udcff") == (b"no file, \xff", "a text")
+    assert look.read_text_argument(str(path)) == (b"from a file", "text")
+    assert look.read_text_argument("no file, \udcff") == (b"no file, \xff", "a text")
     for text in ("pi is 3.14", "either this and/or that", "a.b\nc.d\n", "e.g."):
-        assert look.take_text(text)[1] == "a text"
+        assert look.read_text_argument(text)[1] == "a text"
     path.write_bytes(b"")
     with pytest.raises(DataError, match="empty"):
-        look.take_text(str(path))
-    monkeypatch.setattr(look, "LONGEST", 1024)
+        look.read_text_argument(str(path))
+    monkeypatch.setattr(look, "MAX_TEXT_BYTES", 1024)
     path.write_bytes(b"x" * 1024)
-    assert look.take_text(str(path)) == (b"x" * 1024, "text")
+    assert look.read_text_argument(str(path)) == (b"x" * 1024, "text")
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"x" * 1025)))
     name = "the first 1,024 bytes of standard input"
-    assert look.take_text("-") == (b"x" * 1024, name)
+    assert look.read_text_argument("-") == (b"x" * 1024, name)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -181,11 +181,11 @@ def test_control_characters_in_a_text_never_reach_the_terminal(show, monkeypatch
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     monkeypatch.delenv("NO_COLOR", raising=False)
     monkeypatch.setenv("TERM", "xterm")
-    coloured, _ = show(model, ODD)
-    assert coloured.count("\x1b") > 20
+    colored, _ = show(model, ODD)
+    assert colored.count("\x1b") > 20
     monkeypatch.setenv("NO_COLOR", "1")
     assert show(model, ODD)[0] == plain
-    for printed in (plain, re.sub(r"\x1b\[0[0-9;]*m", "", coloured)):
+    for printed in (plain, re.sub(r"\x1b\[0[0-9;]*m", "", colored)):
         assert all(c.isprintable() or c == "\n" for c in printed)
         text = re.sub("[│⁰¹²³⁴-⁹]", "", printed)
         assert text.startswith(
@@ -196,23 +196,23 @@ def test_control_characters_in_a_text_never_reach_the_terminal(show, monkeypatch
 
 def test_multibyte_characters_are_kept_whole_even_where_text_is_cut(monkeypatch):
     text = "a漢\xe9".encode() + b"\xe6\xbc!"  # each byte costs one bit
-    record = look.Record(model_of())
+    record = look.Recorder(model_of())
     record.loops = [1, 1, 2, 3, 1, 2]  # the first segment is BOS alone
     is_end = [i in (0, 1, 4, 6, 8) for i in range(9)]
     segment = [1, 2, 3, 3, 3, 4, 4, 5, 5]
     analysis = look.Analysis(text, [1.0] * 9, [], [], segment, is_end, record)
-    assert look.facts(analysis) == [
+    assert look.text_facts(analysis) == [
         "9 bytes, 1.000 bits per byte",
         "5 segments, 1.80 bytes each",
         "loops: 1 (2 segments), 2 (2 segments), 3 (1 segments)",
     ]
-    printed = "".join(look.in_terminal(analysis, colour=False))
+    printed = "".join(look.render_terminal(analysis, color=False))
     assert printed.startswith("a¹漢²é³\\xe6¹\\xbc!²\n")
     data = look.page_data(analysis, model_of(), [])
     assert data["glyphs"] == ["a", "漢", "é", "\\xe6", "\\xbc", "!"]
     assert data["lengths"] == "132111" and data["ends"] == "110010101"
-    monkeypatch.setattr(look, "PRINTED", 6)
-    printed = "".join(look.in_terminal(analysis, colour=False))
+    monkeypatch.setattr(look, "MAX_PRINTED_BYTES", 6)
+    printed = "".join(look.render_terminal(analysis, color=False))
     assert printed.startswith("a¹漢²é³ ... (all 9 bytes are on the page)\n\n")
 
 

@@ -53,7 +53,7 @@ def dialogue(monkeypatch, capsysbinary):
 
 
 def test_a_cpu_with_bf16_decodes_in_fp32(trained, monkeypatch):
-    monkeypatch.setattr("spider.inference.sampling.multiplies_bf16", lambda _: True)
+    monkeypatch.setattr("spider.inference.sampling.has_bf16", lambda _: True)
     _, saved = read_checkpoint(str(trained), Spider)
     assert decoder_of(saved, torch.device("cpu"), Spider).compute_dtype == torch.float32
 

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from conftest import small_config
-from spider.model.attention import ALL_ROWS, MLA, LatentCache, attend_padded, rows_before
+from spider.model.attention import ALL_TOKENS, MLA, LatentCache, attend_padded, tokens_before
 from spider.model.packing import Packing
 from stand_in_gpu import stand_in_gpu
 
@@ -56,7 +56,7 @@ def test_preceding_tokens_stay_in_the_document_nearest_last():
     cu_seqlens = torch.tensor((0, 3, 5), dtype=torch.int32)
     packing = Packing.build(cu_seqlens, 5, 3, small_config(), torch.float32)
     x = torch.tensor((1, 2, 3, 4, 5))[:, None]
-    before = rows_before(x, packing, 2)
+    before = tokens_before(x, packing, 2)
     assert before[:, 0].tolist() == [[0, 0], [0, 1], [1, 2], [0, 0], [0, 4]]
 
 
@@ -103,6 +103,6 @@ def test_layer_on_a_gpu_attends_as_on_a_cpu(dtype):
     for device in (nullcontext, stand_in_gpu):
         with device(), torch.no_grad():
             packing = Packing.build(cu_seqlens, 60, 35, config, dtype, window=9)
-            outs.append(layer(x, packing, ALL_ROWS)[0])
-    assert (packing.extent is None) == (dtype == torch.float32)
+            outs.append(layer(x, packing, ALL_TOKENS)[0])
+    assert (packing.max_seqlen_as_size is None) == (dtype == torch.float32)
     assert (outs[1] - outs[0]).norm() < 0.02 * outs[0].norm()

@@ -182,8 +182,8 @@ def test_gains_are_clamped_to_three_nats(nats, target):
     gain = torch.full((3,), 0.3, requires_grad=True)
     unpooled = torch.tensor([[0.0], [1.0], [1.0]])
     ends = torch.tensor([0.0, 1.0, 0.0])
-    out, nat_probe = boundaries.GainRegression.apply(unpooled, gain, ends, torch.zeros(3, 1), 0.25)
-    (-0.5 * nats / 2 * out.sum() + 0.5 * nat_probe.sum()).backward()
+    out, zero_nats = boundaries.GainRegression.apply(unpooled, gain, ends, torch.zeros(3, 1), 0.25)
+    (-0.5 * nats / 2 * out.sum() + 0.5 * zero_nats.sum()).backward()
     slope = 2 * boundaries.LOSS_WEIGHT * 0.5 / 0.25 * (0.3 - target)
     torch.testing.assert_close(gain.grad, torch.tensor([0, slope, 0]))
 

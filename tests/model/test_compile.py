@@ -22,8 +22,8 @@ from conftest import (
     gradients,
     has_fp8,
     metrics,
+    resolved,
     run_flags,
-    settled,
     small_config,
     text,
     weights_of,
@@ -62,8 +62,8 @@ def as_on_a_gpu(monkeypatch):
     def without_buckets(*args):
         packing = build(*args)
         packing.buckets = None
-        packing.padded_row = None
-        packing.extent = torch.empty(packing.longest, 0)
+        packing.padded_index = None
+        packing.max_seqlen_as_size = torch.empty(packing.max_seqlen, 0)
         return packing
 
     monkeypatch.setattr(Packing, "build", without_buckets)
@@ -382,7 +382,7 @@ def updates_on(device: torch.device, **changes) -> dict[str, torch.Tensor]:
 )
 @DEVICES
 def test_a_step_on_a_gpu_changes_weights_and_buffers_as_on_a_cpu(device, changes, monkeypatch):
-    monkeypatch.setattr("spider.training.optim.multiplies_bf16", lambda device: False)
+    monkeypatch.setattr("spider.training.optim.has_bf16", lambda device: False)
     expected = updates_on(CPU, **changes)
     with stand_in_gpu() if device == CPU else nullcontext():
         changed = updates_on(device, **changes)
@@ -404,7 +404,7 @@ def test_compiled_training_on_a_gpu_follows_eager_training(precision):
     for compiled in ("off", "on"):
         forget_graphs()
         flags = f"--compile off --precision {precision} --seq_len 256 --micro_batch 8"
-        plan = settled(*flags.split())
+        plan = resolved(*flags.split())
         plan = replace(plan, config=config, flags=replace(plan.flags, compile=compiled))
         with torch.device("meta"):
             model = Spider(config)

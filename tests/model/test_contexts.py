@@ -9,7 +9,7 @@ import torch
 
 from conftest import awake, small_config, text
 from spider.config import PRESETS
-from spider.model.contexts import BASE, Past, word_ends
+from spider.model.contexts import BASE, PastBytes, word_ends
 from stand_in_gpu import stand_in_gpu
 
 
@@ -32,10 +32,10 @@ def test_word_ends_are_the_first_bytes_after_words(given, ends):
 
 
 def test_hash_of_a_span_is_a_sum_over_its_bytes_modulo_2_64():
-    """The six bytes are the example in Past's docstring; both spans `ab` have the same hash."""
+    """The six bytes are the example in PastBytes's docstring; both spans `ab` have the same hash."""
     given = b"xab ab"
     index = torch.arange(6)
-    past = Past(torch.tensor(list(given)), index, index)
+    past = PastBytes(torch.tensor(list(given)), index, index)
     spans = [*combinations(range(7), 2)]
     hashes = past.hash(*torch.tensor(spans).T).tolist()
     for (begin, end), value in zip(spans, hashes, strict=True):
@@ -48,7 +48,7 @@ def test_hash_of_a_span_is_a_sum_over_its_bytes_modulo_2_64():
 def test_word_ends_are_found_within_31_bytes_and_line_ends_within_255(unit, end, reach):
     ids = torch.tensor([*end, *b"x" * 300])
     index = torch.arange(len(ids))
-    since = Past(ids, index, index).since(unit, 1)
+    since = PastBytes(ids, index, index).since(unit, 1)
     assert since[len(end) :].tolist() == [min(distance, reach) for distance in range(1, 301)]
 
 
@@ -57,11 +57,11 @@ def test_memories_of_a_pass_share_the_keys_of_contexts(device, monkeypatch):
     model = awake(small_config(**PRESETS["1b"]))
     computed = []
 
-    def span(past, context, original=Past.span):
+    def span(past, context, original=PastBytes.span):
         computed.append((len(past.index), context))
         return original(past, context)
 
-    monkeypatch.setattr(Past, "span", span)
+    monkeypatch.setattr(PastBytes, "span", span)
     with device():
         model(text(2, 64))
     assert len(computed) == len(set(computed)) > 0

@@ -13,7 +13,7 @@ import torch
 
 from spider.config import SpiderConfig
 from test_tile_moe import check_backend
-from tile_moe import multiply_in_turn, resolve_backend
+from tile_moe import reference_product, resolve_backend
 
 SHAPES = 200
 # largest shared memory of a block, by architecture
@@ -133,9 +133,9 @@ def check_product(draw: random.Random, dtype: torch.dtype, device: str = "cpu"):
         return [y[:used], grad_rows[:used], grad_weights]
 
     ours = results(grouped_triton.grouped_product, torch.Tensor.clone)
-    exact = results(multiply_in_turn, torch.Tensor.double)
+    exact = results(reference_product, torch.Tensor.double)
     # sums of absolute values bound the rounding
-    summands = results(multiply_in_turn, lambda t: t.double().abs())
+    summands = results(reference_product, lambda t: t.double().abs())
     for number, exact_number, size in zip(ours, exact, summands, strict=True):
         assert number.dtype == dtype
         assert number.shape == exact_number.shape

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from conftest import documents, small_config, text
-from spider.model.contexts import Past
+from spider.model.contexts import PastBytes
 from spider.model.memory import Matches, MatchMemory, OutputEngram, _Similarity
 from spider.model.packing import Packing, document_cu_seqlens
 from tokenizer import BOS_ID, EOS_ID, PAD_ID
@@ -69,7 +69,7 @@ def test_matches_are_the_ids_after_the_last_occurrences_in_the_document(contexts
     packing = Packing.build(cu_seqlens, len(ids), 60, small_config(), torch.float32)
     memory = MatchMemory(contexts, occurrences)
     memory.init_hash(0)
-    past = Past(ids, packing.position, torch.arange(len(ids)))
+    past = PastBytes(ids, packing.position, torch.arange(len(ids)))
     matches = memory(past, packing.document)
 
     for begin, end in pairwise(cu_seqlens.tolist()):

@@ -5,7 +5,7 @@ import torch
 import spider_model
 from conftest import awake, small_config, text
 from spider.model.boundaries import STRAY_SITE
-from spider.model.noise import byte_noise, dropped, uniform
+from spider.model.noise import apply_dropout, byte_noise, uniform
 from spider_model import Spider
 
 CPU = torch.device("cpu")
@@ -27,11 +27,11 @@ def test_noise_is_uniform_and_neighbors_are_uncorrelated():
 def test_dropout_zeroes_its_rate_without_a_pattern_and_rescales():
     noise = byte_noise(3, 1, 2000, CPU)[0]
     x = torch.ones(2000, 400)
-    y = dropped(x, 0.25, noise, site=0)
+    y = apply_dropout(x, 0.25, noise, site=0)
     assert set(y.unique().tolist()) == {0.0, torch.tensor(1 / 0.75).item()}
     mask = (y == 0).float()
     assert abs(mask.mean() - 0.25) < 0.002
-    other_site = (dropped(x, 0.25, noise, site=1) == 0).float()
+    other_site = (apply_dropout(x, 0.25, noise, site=1) == 0).float()
     assert correlation(mask, other_site) < 0.01
     assert correlation(mask[:, 1:], mask[:, :-1]) < 0.01
     assert correlation(mask[1:], mask[:-1]) < 0.01
@@ -40,7 +40,7 @@ def test_dropout_zeroes_its_rate_without_a_pattern_and_rescales():
 def test_each_dropout_has_its_own_site(monkeypatch):
     sites = []
     monkeypatch.setattr(
-        spider_model, "dropped", lambda x, rate, noise, site: sites.append(site) or x
+        spider_model, "apply_dropout", lambda x, rate, noise, site: sites.append(site) or x
     )
     ids = text(1, 48)
     Spider(small_config())(ids, ids, n_loops=1, noise_seed=0, dropout=0.5)

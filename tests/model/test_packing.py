@@ -11,9 +11,9 @@ from conftest import small_config, text
 from spider.model.packing import (
     Packing,
     document_cu_seqlens,
-    longest_bound,
+    max_seqlen_of,
     pad_documents,
-    row_step,
+    padding_multiple,
 )
 from spider_model import Spider
 from tokenizer import BOS_ID, EOS_ID, PAD_ID
@@ -72,7 +72,7 @@ def test_padding_adds_at_most_half_the_scores(length, buckets):
 
 
 @pytest.mark.parametrize(
-    "n_bytes, longest, step",
+    "n_bytes, max_seqlen, step",
     (
         (131_072, 2048, 2048),
         (131_072, 64, 64),
@@ -82,10 +82,10 @@ def test_padding_adds_at_most_half_the_scores(length, buckets):
         (9, 3, 16),
     ),
 )
-def test_core_size_grows_in_multiples_of_16_within_a_document(n_bytes, longest, step):
+def test_core_size_grows_in_multiples_of_16_within_a_document(n_bytes, max_seqlen, step):
     """FP8 would need new graphs for other numbers. Padding is a document, so attention's launch
     must cover its length."""
-    assert row_step(n_bytes, longest) == step
+    assert padding_multiple(n_bytes, max_seqlen) == step
 
 
 # In the second case the padding is longer than a sequence.
@@ -96,14 +96,14 @@ def test_core_pads_to_multiples_of_16_tokens_within_the_longest_bound(sequences,
     model.core.register_forward_pre_hook(lambda module, args: inputs.append(args))
     ids = text(sequences, length)
     cu_seqlens = document_cu_seqlens(ids)
-    model(ids, cu_seqlens=cu_seqlens, longest=longest_bound(cu_seqlens, length))
-    ((z, core_pass),) = inputs
+    model(ids, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen_of(cu_seqlens, length))
+    ((z, core_inputs),) = inputs
     assert len(z) % 16 == 0
-    packing = core_pass.packing
-    assert int(packing.cu_seqlens.diff().max()) <= packing.longest
+    packing = core_inputs.packing
+    assert int(packing.cu_seqlens.diff().max()) <= packing.max_seqlen
 
 
 def test_attention_kernel_is_launched_for_the_longest_bound():
     cu_seqlens = torch.empty(5, dtype=torch.int32, device="meta")
     packing = Packing.build(cu_seqlens, 2048, 700, small_config(), torch.bfloat16)
-    assert packing.extent.shape == (700, 0)
+    assert packing.max_seqlen_as_size.shape == (700, 0)

@@ -75,8 +75,8 @@ def test_pooling_equals_the_dense_form_forward_and_backward(lengths, rate, offse
         start = cu_seqlens[:-1].repeat_interleave(cu_seqlens.diff())
         boundary = boundary_before_last(b) if back else last_boundary(b)
         offset = segment_offsets(boundary, start, offsets)
-        null_rows = null.repeat(offsets, 1)
-        out = unpool_segments(read, null_rows, b, cu_seqlens, segment_cu_seqlens, offset, back)
+        null_output = null.repeat(offsets, 1)
+        out = unpool_segments(read, null_output, b, cu_seqlens, segment_cu_seqlens, offset, back)
 
     dense_z, dense_cu_seqlens = pool_densely(h, b, cu_seqlens)
     dense_read = (dense_z @ mix).tanh().unflatten(1, (offsets, 6))

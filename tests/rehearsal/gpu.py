@@ -84,14 +84,14 @@ def stand_in(architecture: int = 90):
     FakeTensorMode.avoid_device_init = True  # otherwise host constants are copied to the GPU
 
 
-def settle(model: str, *flags: str) -> Plan:
+def resolve_plan(model: str, *flags: str) -> Plan:
     """Return the plan of a step of a model of MODELS, with changes by train.py's flags."""
     small = (
         f"--model={model} {MODELS[model]} --seq_len=256 --micro_batch=16 --compile=off "
         f"--recompute=core --moe_backend=grouped"
     )
     command = train.parse_args([*small.split(), *flags], environ={})
-    return plans.settle(command, train.RECIPES, WORLD)
+    return plans.resolve_plan(command, train.RECIPES, WORLD)
 
 
 def build(plan: Plan, compiled: bool = False) -> tuple[Spider, Optimizers]:
@@ -111,8 +111,8 @@ def build(plan: Plan, compiled: bool = False) -> tuple[Spider, Optimizers]:
     return model, optimizers
 
 
-def batch_of(plan: Plan, documents: int, longest: int | None = None) -> Batch:
-    """Make the batch of a micro-step. longest: bound of document lengths, by default seq_len."""
+def batch_of(plan: Plan, documents: int, max_seqlen: int | None = None) -> Batch:
+    """Make the batch of a micro-step. max_seqlen: bound of document lengths, by default seq_len."""
     ids = torch.empty(plan.flags.micro_batch, plan.flags.seq_len, dtype=torch.int64, device=DEVICE)
     cu_seqlens = torch.empty(documents + 1, dtype=torch.int32, device=DEVICE)
     return Batch(
@@ -120,7 +120,7 @@ def batch_of(plan: Plan, documents: int, longest: int | None = None) -> Batch:
         torch.empty_like(ids),
         1 << 20,
         cu_seqlens,
-        longest or plan.flags.seq_len,
+        max_seqlen or plan.flags.seq_len,
         ids.numel(),
         ids.numel(),
     )
@@ -131,12 +131,12 @@ def step(
     model: nn.Module,
     optimizers: Optimizers,
     documents: int,
-    longest: int | None = None,
+    max_seqlen: int | None = None,
     **settings: float,
 ):
     """Run an optimizer step with this number of documents per micro-step, see batch_of. settings:
     fields of StepSettings."""
-    batches = [batch_of(plan, documents, longest)] * plan.flags.grad_accum
+    batches = [batch_of(plan, documents, max_seqlen)] * plan.flags.grad_accum
     now = train.StepSettings(plan.flags.n_loops, **settings)
     # Watch reads the norm as 1
     train.train_step(model, optimizers, batches, now, grad_clip=0.5)

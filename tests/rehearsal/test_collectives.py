@@ -20,7 +20,7 @@ from collectives import Collective, CollectiveRecorder, disagreements
 from rehearsal import gpu
 from rehearsal.refusals import Watch, tensors
 from spider.training.distributed import World
-from spider.training.plan import settle
+from spider.training.plan import resolve_plan
 from spider.training.run import StopSignals
 from spider.training.state import copy_to_host, load_model, model_state
 
@@ -107,7 +107,7 @@ def test_nccl_accepts_the_collectives_of_all_ranks(ranks, shards, flags):
     saved = None  # the first rank's checkpoint
     with FakeTensorMode(), WatchFake(700) as watch:
         with joined(0, ranks, shards) as (gpu.WORLD, calls):
-            plan = settle(train.parse_args(words, environ={}), train.RECIPES, gpu.WORLD)
+            plan = resolve_plan(train.parse_args(words, environ={}), train.RECIPES, gpu.WORLD)
             gpu.WORLD.on_rank0(lambda: "result")
         assert not faults_of(calls)
         for rank in range(ranks):

@@ -27,7 +27,7 @@ def test_peak_memory_of_a_step_matches_the_table(model, precision, recompute):
     """tests/training/test_estimate.py compares the estimate with the same table."""
     gpu.stand_in()
     flags = f"--precision={precision} --recompute={recompute} {BATCH}"
-    plan = gpu.settle(model, *flags.split())
+    plan = gpu.resolve_plan(model, *flags.split())
     documents = plan.flags.micro_batch
     with FakeTensorMode(), Watch(int(plan.step_bytes / plan.config.bytes_per_segment)):
         spider, optimizers = gpu.build(plan)
@@ -149,7 +149,7 @@ class Costs(Watch):
 def test_flops_are_within_a_tenth_of_the_estimate(model):
     gpu.stand_in()
     flags = "--set= --n_loops=6 --precision=bf16 --recompute=nothing --seq_len=2048 --micro_batch=8"
-    plan = gpu.settle(model, *flags.split())
+    plan = gpu.resolve_plan(model, *flags.split())
     with FakeTensorMode(), Costs(int(plan.step_bytes / plan.config.bytes_per_segment)) as costs:
         spider, _ = gpu.build(plan)
         train.accumulate(
@@ -184,7 +184,7 @@ def test_flops_are_within_a_tenth_of_the_estimate(model):
 )
 def test_least_time_of_a_step_does_not_grow(flags, compiled, most):
     gpu.stand_in()
-    plan = gpu.settle(
+    plan = gpu.resolve_plan(
         "1b", "--set=", "--n_loops=6", "--recompute=nothing", "--micro_batch=112", *flags.split()
     )
     graphs = gpu.generating()

@@ -116,11 +116,11 @@ def test_torchs_libraries_contain_the_messages_of_refusals():
     assert not missing
 
 
-def settle(model: str, precision: str, architecture: int, backend: str, batch: str) -> Plan:
+def resolve_plan(model: str, precision: str, architecture: int, backend: str, batch: str) -> Plan:
     """Return the plan of one of STEPS, with two micro-steps, on a GPU of its architecture."""
     gpu.stand_in(architecture)
     micro_batch, seq_len = batch.split("x")
-    return gpu.settle(
+    return gpu.resolve_plan(
         model,
         f"--precision={precision}",
         f"--moe_backend={backend}",
@@ -149,12 +149,12 @@ def test_gpu_kernels_accept_all_operations_of_spider(
         )
         tilelang = pytest.importorskip("tilelang", reason="needs TileKernels: see conftest.py")
         tilelang.JITKernel.__call__ = check_call
-    plan = settle(model, precision, architecture, backend, batch)
-    documents, segments, longest = SIZES[batch][0]
+    plan = resolve_plan(model, precision, architecture, backend, batch)
+    documents, segments, max_seqlen = SIZES[batch][0]
     with FakeTensorMode(), Watch(segments) as watch:
         spider, optimizers = gpu.build(plan)
         watch.waits.clear()  # initialization waits, too
-        gpu.step(plan, spider, optimizers, documents, longest, dropout=0.1)
+        gpu.step(plan, spider, optimizers, documents, max_seqlen, dropout=0.1)
         assert len(watch.waits) == plan.flags.grad_accum + 1, watch.waits
         # two layers, two products per visit
         weight_grads = 2 * 2 * plan.flags.n_loops * plan.flags.grad_accum
@@ -190,17 +190,23 @@ def test_gpu_kernels_accept_all_operations_of_spider(
 def test_compiled_steps_of_any_size_and_settings_add_no_graph(
     model, precision, architecture, backend, batch
 ):
-    plan = settle(model, precision, architecture, backend, batch)
+    plan = resolve_plan(model, precision, architecture, backend, batch)
     graphs = gpu.generating()
     made = []  # number of graphs after each step
     with FakeTensorMode(), Watch() as watch:
         spider, optimizers = gpu.build(plan, compiled=True)
-        for documents, watch.number, longest in SIZES[batch]:
+        for documents, watch.number, max_seqlen in SIZES[batch]:
             watch.waits.clear()
             part = len(made) / 10
             optimizers.set_lr(plan.flags.lr, 1 - part)
             gpu.step(
-                plan, spider, optimizers, documents, longest, dropout=part, halting_warmup=1 - part
+                plan,
+                spider,
+                optimizers,
+                documents,
+                max_seqlen,
+                dropout=part,
+                halting_warmup=1 - part,
             )
             made.append(len(graphs))
             assert len(watch.waits) == plan.flags.grad_accum + 1, watch.waits
@@ -216,7 +222,7 @@ def test_compiled_steps_of_any_size_and_settings_add_no_graph(
 @pytest.mark.parametrize("precision, architecture", CUBINS)
 def test_generated_kernels_compile_in_every_configuration(precision, architecture):
     gpu.stand_in(architecture)
-    plan = gpu.settle("1b", f"--precision={precision}")
+    plan = gpu.resolve_plan("1b", f"--precision={precision}")
     graphs = gpu.generating()
     with FakeTensorMode(), Watch(800):
         gpu.step(plan, *gpu.build(plan, compiled=True), documents=16)

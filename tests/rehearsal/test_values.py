@@ -266,7 +266,7 @@ def faults_of(graph: Graph, source: str, args: list) -> tuple[list[str], list]:
 @pytest.mark.parametrize("precision", ("bf16", "fp8"))
 def test_generated_code_computes_its_graph_and_planted_faults_are_found(precision):
     gpu.stand_in()
-    plan = gpu.settle(
+    plan = gpu.resolve_plan(
         "1b",
         f"--precision={precision}",
         f"--set={LAYERS},{SMALL}",

@@ -258,7 +258,7 @@ def test_invalid_nccl_calls_are_found(other, message):
 
 def in_bf16(_):
     """Let Muon multiply in bf16, as on a GPU."""
-    optim.multiplies_bf16 = lambda device: True
+    optim.has_bf16 = lambda device: True
 
 
 @pytest.mark.slow

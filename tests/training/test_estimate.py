@@ -21,7 +21,7 @@ from conftest import (
     SMALL,
     contents,
     on_meta,
-    settled,
+    resolved,
     small_config,
     text,
     world_of,
@@ -55,7 +55,7 @@ def test_estimated_gpu_memory_is_within_a_seventh_of_the_rehearsed_peak(
 
 @pytest.mark.parametrize("optimizer", ("muon", "adamw"))
 def test_weights_and_optimizer_state_take_the_estimated_bytes(optimizer):
-    plan = settled(*f"--model tiny --set {SMALL} --optimizer {optimizer}".split())
+    plan = resolved(*f"--model tiny --set {SMALL} --optimizer {optimizer}".split())
     model = train.build_model(plan.model, plan, world_of())
     optimizers = train.optimizers_of(plan.flags, model)
     ids = text(2, 64)
@@ -85,7 +85,7 @@ def test_recomputation_is_chosen_only_if_no_micro_batch_fits_without(monkeypatch
         return {"activations": math.inf}
 
     monkeypatch.setattr(estimate, "estimate_memory", fits)
-    chosen = settled(*"--model tiny --seq_len 64 --global_batch 128".split()).flags
+    chosen = resolved(*"--model tiny --seq_len 64 --global_batch 128".split()).flags
     assert tried == [(n, recompute) for recompute in RECOMPUTE for n in (2, 1)]
     assert (chosen.micro_batch, chosen.grad_accum, chosen.recompute) == (1, 2, "all")
 
@@ -119,7 +119,7 @@ def plan_on(monkeypatch):
         monkeypatch.setattr("torch.cuda.mem_get_info", lambda _: (card.memory, card.memory))
         monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1e12))
         no_kernels = "--compile off --moe_backend loop --deterministic".split()
-        return settled(*no_kernels, *argv, device="cuda")
+        return resolved(*no_kernels, *argv, device="cuda")
 
     return make_plan
 
@@ -128,7 +128,7 @@ def plan_on(monkeypatch):
 def test_card_gets_the_largest_micro_batch_without_recomputation(
     plan_on, card, monkeypatch, capsys
 ):
-    monkeypatch.setattr(machine, "product_rate", lambda _: 1e14)
+    monkeypatch.setattr(machine, "matmul_rate", lambda _: 1e14)
     world = world_of("cuda")
     for model, split in (("1b", card.split_1b), ("base", card.split_base)):
         plan = plan_on(card, "--model", model)
@@ -153,7 +153,7 @@ def test_each_rank_holds_its_shard_of_weights_gradients_and_copy():
     world = world_of()
     world.ranks = world.local_ranks = world.shards = 2
     for grad_accum, part in ((1, 2), (2, 1)):
-        plan = settled("--model", "tiny", "--grad_accum", str(grad_accum))
+        plan = resolved("--model", "tiny", "--grad_accum", str(grad_accum))
         memory = estimate_memory(plan, world)
         tables = [table.weight for table in tables_of(plan.model)]
         of_tables = sum(table.nbytes for table in tables)
@@ -199,9 +199,9 @@ def test_expected_gpu_rate_is_below_the_rate_of_matrix_products(
     argv, bound, expected, plan_on, monkeypatch, capsys
 ):
     """An H200 with 790 TFLOP/s. FP8 doubles the rate only of converted weights."""
-    monkeypatch.setattr(machine, "product_rate", lambda _: 790e12)
+    monkeypatch.setattr(machine, "matmul_rate", lambda _: 790e12)
     plan = plan_on(CARDS["H200"], "--model", "1b", *argv.split())
-    rates = estimate.rates(plan, 790e12)
+    rates = estimate.predict_speed(plan, 790e12)
     assert rates == pytest.approx((bound, expected), rel=0.01)
     bound, expected = rates
     compiled = replace(plan, flags=replace(plan.flags, compile="on"))
@@ -219,7 +219,7 @@ def test_expected_gpu_rate_is_below_the_rate_of_matrix_products(
         ("tiny --micro_batch 4 --recompute all", 6),
         ("small", 6),
         # oneDNN caches bf16 kernels for each number of segments, so the peak comes late
-        ("tiny --seq_len 512", 320 if machine.multiplies_bf16(torch.device("cpu")) else 12),
+        ("tiny --seq_len 512", 320 if machine.has_bf16(torch.device("cpu")) else 12),
     ),
 )
 def test_cpu_run_takes_the_estimated_memory_within_a_seventh(flags, steps, tmp_path):
@@ -294,7 +294,7 @@ def test_dry_run_times_mid_run_steps_and_writes_nothing(
 def test_dry_run_times_no_step_if_this_would_take_long(reason):
     world = world_of()
     world.ranks = 2 if reason == "ranks" else 1
-    plan = settled("--seq_len", "64")
+    plan = resolved("--seq_len", "64")
     plan = replace(
         plan,
         flags=replace(plan.flags, compile="auto" if reason == "compiled" else "off"),
@@ -317,7 +317,7 @@ def test_run_needing_far_too_much_memory_is_refused(monkeypatch, device, needed,
     """The device has 100 bytes. `copy`: bytes of a checkpoint."""
     monkeypatch.setattr(machine, "memory_of", lambda *_: 100.0)
     memory = dict(parameters=needed)
-    plan = replace(settled("--model", "tiny"), memory=memory, checkpoint_size=copy)
+    plan = replace(resolved("--model", "tiny"), memory=memory, checkpoint_size=copy)
     with pytest.raises(TooLarge, match=refusal) if refusal else nullcontext():
         estimate.check_memory(plan, world_of(device))
 
@@ -334,7 +334,7 @@ def test_checkpoint_copy_may_reuse_host_memory_of_the_process(monkeypatch):
     """The process holds the checkpoint that it resumes from, until the model has the values."""
     monkeypatch.setattr(estimate, "free_memory", lambda _: 1e6)
     held = machine.process_memory("VmRSS")
-    plan = settled("--model", "tiny")
+    plan = resolved("--model", "tiny")
     for size, lacks in ((0.9 * held, False), (1.2 * held, True)):
         obstacle = estimate.obstacle_to_copy(replace(plan, checkpoint_size=size), world_of("cuda"))
         assert (obstacle is not None) == lacks
@@ -345,7 +345,7 @@ def test_disk_needs_room_for_the_remaining_checkpoints_and_one_more(present, tmp
     """The last two and the best are kept, so at most three exist, of 1,000 bytes each."""
     for step in range(present):
         (tmp_path / f"spider-step{step}.pt").touch()
-    plan = settled("--model", "tiny", "--keep_best", "--ckpt_dir", str(tmp_path))
+    plan = resolved("--model", "tiny", "--keep_best", "--ckpt_dir", str(tmp_path))
     plan = replace(plan, checkpoint_size=1000.0)
     needed = 1000 * (4 - min(present, 3))
     for free, suffices in ((needed - 1, False), (needed, True)):

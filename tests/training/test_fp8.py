@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import train
-from conftest import SMALL, awake, settled, small_config, text, world_of
+from conftest import SMALL, awake, resolved, small_config, text, world_of
 from data import Batch
 from spider.model.layers import Linear, rms_norm
 from spider.training.fp8 import convert_to_fp8, input_scale, takes_fp8
@@ -47,7 +47,7 @@ def test_scale_of_normed_inputs_is_the_largest_safe_power_of_two(width, scale):
 @pytest.mark.parametrize("grad_accum, scale", ((1, 2**15), (7, 2**18)))
 def test_scale_of_gradients_is_near_256_times_the_bytes_per_rank_and_step(grad_accum, scale, ranks):
     flags = f"--precision=fp8 --micro_batch=2 --seq_len=64 --set={SMALL} --grad_accum={grad_accum}"
-    plan = replace(settled(*flags.split()), ranks=ranks)
+    plan = replace(resolved(*flags.split()), ranks=ranks)
     model = train.build_model(plan.model, plan, world_of())
     scales = [float(m.scale_of_grad) for m in model.modules() if hasattr(m, "scale_of_grad")]
     assert {*scales} == {scale}

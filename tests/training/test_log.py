@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 import data
-from conftest import settled
+from conftest import resolved
 from spider import machine
 from spider.training import log
 from spider.training.run import RunProgress, StepEvents
@@ -18,7 +18,7 @@ from train import parse_args
 
 
 def test_dry_run_omits_overridden_recipe_flags():
-    plan = settled("--model", "base", "--lr", "1", "--n_loops", "2", "--warmup_steps", "9")
+    plan = resolved("--model", "base", "--lr", "1", "--n_loops", "2", "--warmup_steps", "9")
     assert log.describe_recipe(plan) == ["recipe of base: --global_batch 131072 --engram_reset"]
 
 
@@ -42,7 +42,7 @@ def test_dry_run_omits_overridden_recipe_flags():
 def test_log_lines_are_ten_seconds_and_a_hundredth_of_the_run_apart(
     log_every, step, seconds, has_line
 ):
-    plan = settled("--model", "tiny")
+    plan = resolved("--model", "tiny")
     plan = replace(plan, flags=replace(plan.flags, log_every=log_every))
     lines = log.StepLog(plan, RunProgress(), 1000)
     lines.logged_step = 100
@@ -52,7 +52,7 @@ def test_log_lines_are_ten_seconds_and_a_hundredth_of_the_run_apart(
 def test_line_of_a_long_run_fits_80_columns(monkeypatch, new_log):
     metrics = dict(loss=1.23456, tok_per_sec=1_234_567.0)
     progress = RunProgress(step=1_234_566)
-    lines = log.StepLog(settled("--model", "1b"), progress, 2_345_678)
+    lines = log.StepLog(resolved("--model", "1b"), progress, 2_345_678)
     progress.step += 1
     progress.epoch = 12
     progress.metrics = metrics
@@ -94,8 +94,10 @@ def test_flags_in_the_log_parse_to_the_same_values(name):
 
 @DIRECTORIES
 def test_command_logged_for_an_odd_step_shows_its_batch(name):
-    plan = settled("--model", "tiny", f"--data_dir={name}", "--seq_len", "32", "--micro_batch", "4")
-    line = log.odd_step_line(RunProgress(step=3, bytes_seen=3 * 4 * 32), plan)
+    plan = resolved(
+        "--model", "tiny", f"--data_dir={name}", "--seq_len", "32", "--micro_batch", "4"
+    )
+    line = log.describe_odd_step(RunProgress(step=3, bytes_seen=3 * 4 * 32), plan)
     argv = shlex.split(line.partition("its batch: python ")[2])
     args = data.parse_args(argv[1:])
     assert argv[0] == "data.py" and args.directory in (name, f"./{name}")

@@ -7,14 +7,14 @@ import pytest
 import torch
 
 import train
-from conftest import final_state, metrics, on_meta, settled, world_of
+from conftest import final_state, metrics, on_meta, resolved, world_of
 from data import Loader, mock_source
 from preparing import source
 from spider import machine
 from spider.config import SpiderConfig
 from spider.errors import UsageError
 from spider.training import plan
-from spider.training.checkpoint import FROM_SCRATCH, Origin
+from spider.training.checkpoint import FROM_SCRATCH, StartCheckpoint
 from spider.training.plan import (
     horizon_warnings,
     splits_of,
@@ -28,10 +28,10 @@ from train import RECIPES, CommandLine, Flags, parse_args
 TINY = SpiderConfig.preset("tiny")
 
 
-def origin(resumes=True, config=TINY, **state) -> Origin:
+def origin(resumes=True, config=TINY, **state) -> StartCheckpoint:
     """Return a checkpoint without weights."""
     saved = dict(cfg=asdict(config), n_loops=config.n_loops) | state
-    return Origin("run/spider-step5.pt", saved, resumes)
+    return StartCheckpoint("run/spider-step5.pt", saved, resumes)
 
 
 def command(text: str) -> CommandLine:
@@ -65,7 +65,7 @@ def test_the_recipe_is_that_of_the_flag_the_checkpoint_or_the_device(
     monkeypatch, model, checkpoint, device, recipe
 ):
     name, has_bf16, memory = device
-    monkeypatch.setattr(machine, "multiplies_bf16", lambda _: has_bf16)
+    monkeypatch.setattr(machine, "has_bf16", lambda _: has_bf16)
     monkeypatch.setattr(machine, "memory_of", lambda _: memory)
     assert plan.recipe_of(model, checkpoint, torch.device(name)) == recipe
 
@@ -130,14 +130,14 @@ def test_minutes_for_a_run_that_was_started_without_them_are_refused():
 )
 def test_flags_that_do_not_fit_together_or_the_model_are_refused(argv, complaint):
     with pytest.raises(UsageError, match=complaint):
-        settled("--model", "tiny", *argv.split())
+        resolved("--model", "tiny", *argv.split())
 
 
 @pytest.mark.parametrize(
     "settings, cleared", (("", True), ("engram_layers=,engram_byte_contexts=", False))
 )
 def test_tables_are_cleared_by_default_only_where_there_are_some(settings, cleared):
-    assert settled("--model", "tiny", f"--set={settings}").flags.engram_reset == cleared
+    assert resolved("--model", "tiny", f"--set={settings}").flags.engram_reset == cleared
 
 
 # --------------------------------------------------------------------------------------------------
@@ -174,7 +174,7 @@ def test_1b_takes_131072_bytes_a_step_or_a_few_more_unless_a_flag_sets_the_batch
     argv, sequences, length, monkeypatch
 ):
     monkeypatch.setattr(machine, "memory_of", lambda *_: 1e12)
-    flags = settled("--model", "1b", *argv.split()).flags
+    flags = resolved("--model", "1b", *argv.split()).flags
     assert flags.micro_batch * flags.grad_accum == sequences
     assert flags.global_batch == sequences * length
 
@@ -251,7 +251,7 @@ def test_the_evaluations_of_a_recipe_take_at_most_a_sixth_of_the_training_unless
 ):
     """An evaluated byte takes a third of a trained one, and a step has 4,096 bytes."""
     words = f"--model tiny --target_tokens {4096 * steps} {argv}".split()
-    flags = settled(*words, held_out=held_out).flags
+    flags = resolved(*words, held_out=held_out).flags
     assert (flags.eval_every, flags.eval_tokens) == (eval_every, eval_tokens)
 
 
@@ -260,7 +260,7 @@ def test_the_evaluations_of_a_recipe_take_at_most_a_sixth_of_the_training_unless
     ((True, 1, 51_200), (True, 262_144, 262_144), (False, 262_144, 51_200)),
 )
 def test_a_resumed_run_evaluates_as_many_bytes_as_before_that_limit(resumes, recorded, eval_tokens):
-    asked = settled("--model", "tiny", "--target_tokens", str(25 * 4096))
+    asked = resolved("--model", "tiny", "--target_tokens", str(25 * 4096))
     checkpoint = origin(resumes, flags=dict(eval_tokens=recorded))
     flags = plan.with_evaluations(asked, 111_542, checkpoint).flags
     assert (flags.eval_every, flags.eval_tokens) == (25, eval_tokens)
@@ -271,7 +271,7 @@ def test_a_run_fits_its_evaluations_into_its_minutes():
 
     def fitted(minutes: float, argv: str, held_out=70_000) -> tuple[int, int, int]:
         words = f"--model tiny --seq_len 100 --minutes {minutes} {argv}".split()
-        flags = with_minutes(settled(*words), held_out, 1000.0).flags
+        flags = with_minutes(resolved(*words), held_out, 1000.0).flags
         return flags.target_tokens, flags.eval_every, flags.eval_tokens
 
     # four evaluations of a run of 600,000 bytes are subtracted, three suit what is left
@@ -385,7 +385,7 @@ def test_the_expert_backend_is_chosen_for_the_dtype_of_the_products(monkeypatch)
 )
 def test_a_horizon_that_does_not_suit_data_or_steps_is_a_warning(argv, warned):
     base = "--model 1b --seq_len 64 --micro_batch 1 --warmup_steps 0 --data_dir none"
-    found = settled(*base.split(), *argv.split())
+    found = resolved(*base.split(), *argv.split())
     rate_of = partial(train.lr_factor, horizon=found.horizon, flags=found.flags)
     lines = horizon_warnings(found, Loader([mock_source(0)], 32, 0), found.horizon, rate_of)
     for line, words in zip(lines, warned, strict=True):
@@ -395,7 +395,7 @@ def test_a_horizon_that_does_not_suit_data_or_steps_is_a_warning(argv, warned):
 @pytest.mark.parametrize("target_tokens, warnings", ((4000, 0), (4001, 1)))
 def test_more_than_twenty_epochs_of_a_source_are_a_warning(target_tokens, warnings):
     argv = f"--model tiny --seq_len 2 --warmup_steps 0 --target_tokens {target_tokens}"
-    found = settled(*argv.split())
+    found = resolved(*argv.split())
     loader = Loader([source([0] * 1001, weight=0.5), source([0] * 101, weight=0.5)], 1, 0)
     lines = horizon_warnings(found, loader, found.horizon, lambda step: 0.1)
     assert ["use --target_tokens 4000, or more" in line for line in lines] == [True] * warnings

@@ -32,7 +32,7 @@ from jobs import Job, sleeps, steps_done, unread, until
 from spider.errors import DataError, Stopped
 from spider.model import boundaries
 from spider.training import checkpoint
-from spider.training.checkpoint import load_origin
+from spider.training.checkpoint import load_start
 from spider.training.run import COPY_SECONDS, RunProgress
 
 # --------------------------------------------------------------------------------------------------
@@ -338,11 +338,11 @@ def test_checkpoint_is_freed_before_the_warm_up(train_small, monkeypatch):
     alive = []
 
     def load_and_note(*args):
-        origin = load_origin(*args)
-        loaded.append(weakref.ref(origin.state["model_state_dict"]["lm_head.weight"]))
-        return origin
+        start = load_start(*args)
+        loaded.append(weakref.ref(start.state["model_state_dict"]["lm_head.weight"]))
+        return start
 
-    monkeypatch.setattr(train, "load_origin", load_and_note)
+    monkeypatch.setattr(train, "load_start", load_and_note)
     monkeypatch.setattr(train, "warm_up", lambda *_: alive.append(loaded[0]() is not None))
     train_small("--precision fp8", steps=3)
     assert alive == [False]

@@ -214,7 +214,7 @@ def test_speed_and_segment_metrics_match_the_steps(tmp_path, train_small):
     lines = metrics(directory, clock=True)
     ended = time.time()
     model = Spider(SpiderConfig(**final_state(directory)["cfg"]))
-    peak = machine.product_rate(torch.device("cpu"))
+    peak = machine.matmul_rate(torch.device("cpu"))
     assert sum(64 / line["tok_per_sec"] for line in lines) < ended - began
     for line in lines:
         assert began < line["time"] < ended

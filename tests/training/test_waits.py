@@ -18,7 +18,7 @@ def small_1b():
 
 
 def test_step_waits_once_per_micro_step_and_once_before_the_update(monkeypatch):
-    monkeypatch.setattr("spider.training.optim.multiplies_bf16", lambda device: False)
+    monkeypatch.setattr("spider.training.optim.has_bf16", lambda device: False)
     model = small_1b()
     optimizers = Optimizers(model)
     batches = [Batch.of(ids, ids, 0) for ids in text(4, 64).split(1)]

@@ -10,7 +10,7 @@ from conftest import (
     SMALL,
     final_state,
     metrics,
-    settled,
+    resolved,
     text,
     world_of,
 )
@@ -90,7 +90,7 @@ def test_run_ends_with_a_remedy_if_one_sequence_does_not_fit(tmp_path, error_of)
 def test_fitting_leaves_a_tenth_of_memory_plus_the_optimizers_state(monkeypatch):
     """AdamW takes 8 bytes per parameter; a table's optimizer takes 4 bytes per row."""
     flags = f"--model tiny --set {SMALL} --optimizer adamw --seq_len 32 --micro_batch 8"
-    plan = settled(*flags.split())
+    plan = resolved(*flags.split())
     loader = Loader([mock_source(0)], 32, 0)
     model = train.build_model(plan.model, plan, world_of())
     optimizers = train.optimizers_of(plan.flags, model)

@@ -94,7 +94,7 @@ class Runs:
 def runs(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         # Muon multiplies in fp32 on any machine.
-        patch.setattr(optim, "multiplies_bf16", lambda device: False)
+        patch.setattr(optim, "has_bf16", lambda device: False)
         yield Runs(tmp_path_factory.mktemp("witnesses"))
 
 
