@@ -27,7 +27,7 @@ def table():
 
 
 def write_table(table, path: Path):
-    """Write a data set in the format that the path names, compressed if it names that, too."""
+    """Write a data set in the format and the compression of the path's extensions."""
     plain = Path("plain")
     extension = Path(inputs.uncompressed_name(path)).suffix
     if extension == ".parquet":
@@ -44,7 +44,7 @@ def write_table(table, path: Path):
 
 
 def compressed(raw: bytes, extension: str) -> bytes:
-    """Compress for a name with such an extension, in two members or frames."""
+    """Compress as the extension says, in two members or frames."""
     half = len(raw) // 2
     if extension == ".gz":
         return gzip.compress(raw[:half]) + gzip.compress(raw[half:])
@@ -57,12 +57,12 @@ def compressed(raw: bytes, extension: str) -> bytes:
 # --------------------------------------------------------------------------------------------------
 # Tables
 
-# A name is neither a pattern nor an address: some libraries would look for p1.csv, or for a host.
+# A file name is not a glob or a URL, although some libraries would look for p1.csv, or for a host.
 TABLE_NAMES = "a.arrow a.PARQUET.zst a.csv.gz a.json.zst saved p[1].csv a::b.parquet hf:.arrow"
 
 
 @pytest.mark.parametrize("name", TABLE_NAMES.split())
-def test_rows_of_a_table_become_the_same_documents_as_json_lines(table, name):
+def test_tables_and_json_lines_give_equal_documents(table, name):
     if name == "saved":  # a directory: an .arrow file in the stream format, and two .json files
         table.save_to_disk(name)
     else:
@@ -75,7 +75,7 @@ def test_rows_of_a_table_become_the_same_documents_as_json_lines(table, name):
     assert len(documents("o", "train")) + len(documents("o", "val")) == len(TEXTS)
 
 
-# rows after the header id,text; the texts that are read; how many rows are skipped
+# Lines after the header id,text; expected texts; number of skipped lines
 CSV = {
     "as they stand": (b"1,0017\n2,12.0\n3,NA\n4,\n", [b"0017", b"12.0", b"NA", b""], 0),
     "quotes": (
@@ -88,14 +88,14 @@ CSV = {
 }
 
 
-@pytest.mark.parametrize("rows, texts, skipped", CSV.values(), ids=CSV)
-def test_cells_of_csv_are_read_unchanged_and_bad_rows_are_counted(rows, texts, skipped):
-    Path("a.csv").write_bytes(b"id,text\n" + rows)
+@pytest.mark.parametrize("lines, texts, skipped", CSV.values(), ids=CSV)
+def test_csv_cells_are_read_unchanged_and_bad_lines_counted(lines, texts, skipped):
+    Path("a.csv").write_bytes(b"id,text\n" + lines)
     assert train_texts("a.csv") == texts
     assert sum(metadata("o")["skipped"].values()) == skipped
 
 
-def test_binary_cell_is_its_bytes_and_one_of_another_type_is_skipped(capsys):
+def test_binary_cells_are_read_and_other_types_are_skipped(capsys):
     cells = [b'{"text": "in"}', b'"q"', b" \n", b"", b"\xef\xbb\xbfa", b"\xff"]
     write_table(datasets.Dataset.from_dict(dict(text=[*cells, None])), Path("a.arrow"))
     assert train_texts("a.arrow") == cells
@@ -115,7 +115,7 @@ def test_binary_cell_is_its_bytes_and_one_of_another_type_is_skipped(capsys):
         ("owner/set", "Hugging Face hub"),  # the tests are offline
     ],
 )
-def test_table_that_cannot_be_read_is_named(monkeypatch, table, capsys, arguments, message):
+def test_unreadable_table_is_reported_by_name(monkeypatch, table, capsys, arguments, message):
     monkeypatch.setattr(files, "MAX_RECORD_BYTES", 2000)
     write_table(table, Path("a.parquet"))
     Path("long.csv").write_bytes(b'id,text\n1,"' + b"x\n" * 3000)
@@ -132,8 +132,8 @@ def test_table_that_cannot_be_read_is_named(monkeypatch, table, capsys, argument
 # The hub
 
 
-def test_data_set_of_the_hub_is_streamed_by_name_configuration_and_split(monkeypatch, table):
-    """The tests are offline. `datasets` reads a local directory as it reads one of the hub."""
+def test_hub_data_set_is_streamed_by_name_config_and_split(monkeypatch, table):
+    """Tests are offline, so `datasets` reads a local directory in place of the hub's data set."""
     Path("set").mkdir()
     table.to_parquet("set/test-0.parquet")
     table.select(range(3)).to_parquet("set/train-0.parquet")
@@ -157,7 +157,7 @@ def test_data_set_of_the_hub_is_streamed_by_name_configuration_and_split(monkeyp
 
 @pytest.mark.parametrize("extension", inputs.COMPRESSIONS)
 @pytest.mark.parametrize("options", ["--val_fraction 0.3", "--val_fraction 0 --ext .md"])
-def test_compressed_files_become_what_the_plain_files_become(extension, options):
+def test_compressed_and_plain_files_give_equal_documents(extension, options):
     texts = "".join(TEXTS).encode()
     for name, raw in (("a.txt", texts), ("b.jsonl", JSON_LINES.encode()), ("c.md", b"a document")):
         for folder, end in (("plain", ""), ("packed", extension)):
@@ -170,7 +170,7 @@ def test_compressed_files_become_what_the_plain_files_become(extension, options)
 
 
 @pytest.mark.parametrize("extension", inputs.COMPRESSIONS)
-def test_damaged_compressed_file_is_named_and_leaves_no_shard(capsys, extension):
+def test_damaged_compressed_file_is_reported_and_leaves_no_shard(capsys, extension):
     path = Path(f"a.txt{extension}")
     sound = compressed(b"some text " * 999, extension)
     for damaged in (sound[:-3], sound[: len(sound) // 2 + 9], b"plain text"):
@@ -180,14 +180,14 @@ def test_damaged_compressed_file_is_named_and_leaves_no_shard(capsys, extension)
 
 
 # --------------------------------------------------------------------------------------------------
-# Libraries that are not installed
+# Missing libraries
 
 
 @pytest.mark.parametrize(
     "module, name",
     [("datasets", "owner/set"), ("pyarrow.ipc", "a.parquet"), ("pyarrow", "a.txt.zst")],
 )
-def test_without_a_library_the_remedy_is_named(monkeypatch, capsys, module, name):
+def test_missing_library_error_has_the_pip_command(monkeypatch, capsys, module, name):
     monkeypatch.setitem(sys.modules, module, None)
     for path in ("a.parquet", "a.txt.zst"):
         Path(path).write_bytes(b"x")

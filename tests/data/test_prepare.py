@@ -55,7 +55,7 @@ def json_line(text: str) -> str:
 # Documents and their split
 
 
-def test_text_is_split_at_the_byte_where_everyone_splits_tinyshakespeare():
+def test_tinyshakespeare_is_split_at_the_usual_byte():
     write("in.txt", bytes(1_115_394))
     prepare("in.txt --binary --out o")
     [source] = open_data("o")
@@ -63,8 +63,8 @@ def test_text_is_split_at_the_byte_where_everyone_splits_tinyshakespeare():
     assert len(source.val) == 111_540 + 2
 
 
-def test_texts_are_split_by_a_hash_that_never_changes_and_stay_in_order(monkeypatch):
-    """They fall into the same split from any input. A smaller fraction takes some of them."""
+def test_documents_are_split_by_a_stable_hash_and_stay_in_order(monkeypatch):
+    """The input format does not matter. A smaller fraction validates a subset of the texts."""
     monkeypatch.setattr(inputs, "MIB", 5)  # so that files are hashed in several pieces
     texts = [f"document {i} \u00fc\u4e2d\U0001f600 " + "y" * (i % 50) for i in range(400)]
     lines = [f"\n{json.dumps(dict(body=text))}\r\n" for text in texts]
@@ -75,7 +75,7 @@ def test_texts_are_split_by_a_hash_that_never_changes_and_stay_in_order(monkeypa
     train = [text.decode() for text in documents("o", "train")]
     assert train == 2 * [text for text in texts if text not in val]
     assert val == 2 * [text for text in texts if text in val]
-    assert val[:2] == texts[:2]  # as in all versions
+    assert val[:2] == texts[:2]  # every version chose these
     totals = metadata("o")["totals"]
     assert totals["val"]["documents"] == len(val) == 180
     assert totals["train"]["documents"] == len(train)
@@ -89,14 +89,14 @@ def test_texts_are_split_by_a_hash_that_never_changes_and_stay_in_order(monkeypa
     assert chosen[0] == set(val) > chosen[1] != set()
 
 
-# documents by --val_fraction 0.1: how many, their size, a lower bound of their hashes, their split
+# Documents for --val_fraction 0.1: count, bytes, lower bound of the hashes, expected split
 FEW = {
     "nothing drawn": [(3, 98, 0.2, "val"), (22, 98, 0.5, "train")],
     "too little drawn": [(1, 47, 0, "val"), (2, 98, 0.2, "val"), (17, 98, 0.5, "train")],
     "half of the share drawn": [(1, 98, 0, "val"), (19, 98, 0.5, "train")],
     "one": [(1, 98, 0.5, "both")],
     "one, drawn": [(1, 98, 0, "both")],
-    # in five copies: of 557 bytes a tenth is 4, 49 or 50, and some of 8
+    # five copies of 99; 4, a tenth of the copies (49.5) and 8 reach a tenth of all 557 bytes
     "one of half": [
         (1, 4, 0.2, "val"),
         (1, 99, 0.3, "both"),
@@ -107,7 +107,7 @@ FEW = {
 
 
 def texts_of_hash(count: int, size: int, low: float) -> list[bytes]:
-    """Make texts whose hashes are at most a tenth of all hashes above the bound."""
+    """Make texts with hashes (as fractions of 2**64) between `low` and `low + 0.1`."""
     found = []
     for number in itertools.count():
         text = f"{number:0{size}}".encode()
@@ -118,14 +118,14 @@ def texts_of_hash(count: int, size: int, low: float) -> list[bytes]:
             return found
 
 
-@pytest.mark.parametrize("rows", FEW.values(), ids=FEW)
-def test_of_few_documents_those_with_the_lowest_hashes_validate_up_to_a_tenth(rows):
-    """Of a text that is half of all in its five copies, the last tenth of each validates."""
+@pytest.mark.parametrize("groups", FEW.values(), ids=FEW)
+def test_few_documents_validate_by_lowest_hash_up_to_a_tenth(groups):
+    """If five copies of a text are half of all bytes, the last tenth of each copy validates."""
     expected = dict(train=[], val=[])
     lines = []
-    for *row, split in reversed(rows):
+    for *group, split in reversed(groups):
         copies = 5 if split == "both" else 1
-        for text in copies * texts_of_hash(*row):
+        for text in copies * texts_of_hash(*group):
             lines.append(json_line(text.decode()))
             cut = dict(train=len(text), val=0, both=len(text) * 9 // 10)[split]
             expected["train"] += filter(None, [text[:cut]])
@@ -135,14 +135,14 @@ def test_of_few_documents_those_with_the_lowest_hashes_validate_up_to_a_tenth(ro
     assert {split: documents("o", split) for split in expected} == expected
 
 
-def test_of_few_documents_of_one_size_the_end_of_each_validates_if_one_is_too_much():
+def test_few_documents_are_each_cut_if_one_exceeds_val_fraction():
     texts = [text.decode() for text in texts_of_hash(3, 200, 0.3)]
     write("in.jsonl", "".join(map(json_line, texts)).encode())
     prepare("in.jsonl --val_fraction 0.01 --out o")
     assert documents("o", "val") == [text[-2:].encode() for text in texts]
 
 
-def test_more_than_few_documents_stay_as_drawn(monkeypatch):
+def test_many_documents_keep_the_split_of_their_hashes(monkeypatch):
     monkeypatch.setattr("spider.data.prepare.MAX_BUFFERED", 3)
     write("in.jsonl", b"".join(b'"%s"\n' % text for text in texts_of_hash(4, 9, 0.5)))
     prepare("in.jsonl --out o")
@@ -151,8 +151,8 @@ def test_more_than_few_documents_stay_as_drawn(monkeypatch):
 
 @pytest.fixture
 def mixed() -> str:
-    """Write a directory with a text, JSON lines with short and long texts, and other files; return
-    its name."""
+    """Write a directory with a text file, JSON lines of short and long texts, and files of other
+    types; return the directory's name."""
     write("in/a.txt", random_text(2500))
     texts = ["na\u00efve \u4f60\u597d \U0001f577", *("x" * n for n in range(0, 3000, 40))]
     write("in/sub/b.jsonl", "\n\n".join(map(json_line, texts)).encode())
@@ -161,11 +161,11 @@ def mixed() -> str:
     return "in"
 
 
-def test_size_of_shards_does_not_change_the_stream(mixed, monkeypatch, capsys):
+def test_shard_size_does_not_change_the_stream(mixed, monkeypatch, capsys):
     prepare("in --out one")
     line = "prepare: skipped by extension: 1 without extension, 1 .log; --ext sets which to read"
     assert line in capsys.readouterr().err
-    monkeypatch.setattr(inputs, "MIB", 50)  # inputs are read in pieces of a multiple of it
+    monkeypatch.setattr(inputs, "MIB", 50)  # inputs are read in multiples of MIB
     prepare("in --out many --shard_mb 0.002")
     assert run_data("verify many") == 0
     one = metadata("one")
@@ -179,7 +179,7 @@ def test_size_of_shards_does_not_change_the_stream(mixed, monkeypatch, capsys):
         assert joined("one", split) == joined("many", split) != b""
 
 
-def test_with_ext_each_file_is_one_document_in_sorted_order():
+def test_ext_makes_each_file_one_document_in_sorted_order():
     files = {}
     for i in range(100):
         name = f"{'sub/' * (i % 3)}{i * 7 % 100}.{('py', 'txt', 'RST')[i % 3]}"
@@ -191,7 +191,7 @@ def test_with_ext_each_file_is_one_document_in_sorted_order():
     assert metadata("o")["skipped"] == {"empty": 1}
 
 
-def test_source_code_is_read_by_its_extension_without_libraries_and_files_of_runs(capsys):
+def test_source_directory_skips_libraries_and_run_files(capsys):
     files = {
         "in/a.py": b"import b",
         "in/data.csv": b"1,2\n3,4",
@@ -214,7 +214,7 @@ def test_source_code_is_read_by_its_extension_without_libraries_and_files_of_run
     assert train_texts("Makefile in/metrics.jsonl", out="named") == [b"all:", b"not a text"]
 
 
-def test_pydoc_is_the_documentation_that_python_carries_each_paragraph_once():
+def test_pydoc_reads_pythons_documentation_without_repeated_paragraphs():
     paragraphs = "\n\n".join(topics.values()).split("\n\n")
     text = ("\n\n".join(dict.fromkeys(paragraphs)) + "\n").encode()
     cut = int(len(text) * 0.9)
@@ -225,23 +225,23 @@ def test_pydoc_is_the_documentation_that_python_carries_each_paragraph_once():
 
 
 @pytest.mark.parametrize(
-    "raw, kind, texts",
+    "raw, layout, texts",
     [
         (b"0123456789", "text", [b"01234", b"56789"]),
         (b'[\n {"text": "0"}, {"text": "1"}]', "JSON", [b"0", b"1"]),
         (b'\n{ "text": "0"}\n{"text": "1"}\n', "JSON lines", [b"0", b"1"]),
     ],
 )
-def test_kind_of_standard_input_is_guessed(monkeypatch, capsys, raw, kind, texts):
+def test_format_of_stdin_is_guessed(monkeypatch, capsys, raw, layout, texts):
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(raw)))
     prepare("- --out o --val_fraction 0.5")
     assert documents("o", "train") + documents("o", "val") == texts
-    assert f"-: read as {kind}" in capsys.readouterr().err
-    assert [name for name in os.listdir("o") if name.endswith(".tmp")] == []  # no copy is left
+    assert f"-: read as {layout}" in capsys.readouterr().err
+    assert [name for name in os.listdir("o") if name.endswith(".tmp")] == []
 
 
-def test_text_that_spells_special_ids_becomes_bytes_alone():
-    """Only the byte order mark at the beginning of a file or line is lost."""
+def test_spelled_special_tokens_become_plain_bytes():
+    """Only a byte order mark at the start of a file or line is dropped."""
     spelled = "\0\1\2\3\u0100\u0101\u010f<PAD><BOS>"
     line = BOM_UTF8 + json_line(spelled).encode()
     write("a.txt", BOM_UTF8 + spelled.encode() + b"\xff\xfe")
@@ -265,17 +265,19 @@ BAD_LINES = {
 }
 
 
-@pytest.mark.parametrize("bad, kind", BAD_LINES.items(), ids=[str(line[:16]) for line in BAD_LINES])
-def test_bad_lines_are_skipped_and_counted_by_kind(monkeypatch, capsys, bad, kind):
+@pytest.mark.parametrize(
+    "bad, message", BAD_LINES.items(), ids=[str(line[:16]) for line in BAD_LINES]
+)
+def test_bad_lines_are_skipped_and_counted_by_error(monkeypatch, capsys, bad, message):
     monkeypatch.setattr(files, "MAX_RECORD_BYTES", 120_000)
     monkeypatch.setattr(inputs, "MIB", 1000)
     write("a.jsonl", LINE + b"\n" + bad + b"\n" + LINE + bad + b"\n" + LINE)
     assert train_texts("a.jsonl") == 3 * [b"fine"]
-    what, *detail = kind.split(": ", 1)
-    assert f"prepare: skipped 2 {what}" in (err := capsys.readouterr().err)
+    summary, *detail = message.split(": ", 1)
+    assert f"prepare: skipped 2 {summary}" in (err := capsys.readouterr().err)
     assert ": ".join(["(first: a.jsonl:3", *detail]) in err
     assert list(metadata("o")["skipped"].values()) == [2]
-    assert f"a.jsonl:3: {kind}" in error_line(capsys, "prepare a.jsonl --strict --out strict")
+    assert f"a.jsonl:3: {message}" in error_line(capsys, "prepare a.jsonl --strict --out strict")
     assert os.listdir("strict") == []
 
 
@@ -291,7 +293,7 @@ JSON_LAYOUTS = {
 
 
 @pytest.mark.parametrize("raw", JSON_LAYOUTS.values(), ids=JSON_LAYOUTS)
-def test_json_file_is_read_by_its_layout(raw):
+def test_json_layout_is_detected(raw):
     write("in.json", raw)
     assert train_texts("in.json") == [b"one", b"two"]
     assert train_texts("in.json --ext .json", out="document") == [raw.removeprefix(BOM_UTF8)]
@@ -317,7 +319,7 @@ ENGLISH = b"It is a truth universally acknowledged, that a single man in possess
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a2146\nsize 12345\n"
 FRENCH = "\u00c7a, o\u00f9 \u00e7a\u00a0? L\u00e0, pr\u00e8s de la for\u00eat.\n" * 20
 PNG = b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR\0\0\1\0"
-# what a file holds that is no text, and what the error says
+# Content that is not text, and its error message
 NO_TEXT = {
     "UTF-32": (FRENCH.encode("utf-32"), "1 UTF-32: convert it with `iconv"),
     "UTF-16": (FRENCH.encode("utf-16"), "1 UTF-16: convert it with `iconv"),
@@ -329,9 +331,7 @@ NO_TEXT = {
 
 
 @pytest.mark.parametrize("content, message", NO_TEXT.values(), ids=NO_TEXT)
-def test_file_that_is_no_text_is_skipped_by_what_it_holds_unless_binary(
-    monkeypatch, capsys, content, message
-):
+def test_non_text_files_are_skipped_unless_binary(monkeypatch, capsys, content, message):
     write("in/a.txt", content)
     write("in/b.log", content)
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(content)))
@@ -347,13 +347,13 @@ def test_file_that_is_no_text_is_skipped_by_what_it_holds_unless_binary(
 
 @pytest.mark.parametrize("name", ("a.txt", "a.jsonl.gz", "a.parquet"))
 @pytest.mark.parametrize("flags", ("", "--binary"))
-def test_git_lfs_pointer_is_named_in_place_of_any_file(capsys, name, flags):
+def test_git_lfs_pointer_is_reported_for_any_format(capsys, name, flags):
     write(name, POINTER)
     line = error_line(capsys, f"prepare {name} --out o {flags}")
     assert "nothing to train on: 1 Git LFS pointer instead of the file: run `git lfs" in line
 
 
-def test_up_to_twenty_skipped_files_are_printed_and_all_are_in_metadata(capsys):
+def test_twenty_skipped_files_are_printed_and_all_are_recorded(capsys):
     names = [f"in/{number}.txt" for number in range(10, 35)]
     for name in names:
         write(name, b"")
@@ -372,7 +372,7 @@ TEXTS = {
 
 
 @pytest.mark.parametrize("text", TEXTS.values(), ids=TEXTS)
-def test_text_with_a_few_odd_bytes_is_read_unchanged(text):
+def test_text_with_few_odd_bytes_is_read_unchanged(text):
     write("a.txt", text)
     assert train_texts("a.txt --strict") == [text]
 
@@ -393,12 +393,12 @@ def unreadable(monkeypatch):
             raise PermissionError(errno.EACCES, "Permission denied", path)
         return scandir(path)
 
-    # Stand-ins for permissions, since root may read everything.
+    # These stand in for permissions, because root may read everything.
     monkeypatch.setattr(os, "access", lambda path, mode: "denied" not in str(path))
     monkeypatch.setattr(os, "scandir", scan)
 
 
-def test_unreadable_files_of_a_directory_are_skipped_unless_strict_or_named(unreadable, capsys):
+def test_unreadable_files_are_skipped_unless_strict_or_named(unreadable, capsys):
     assert train_texts("in") == [b"text"]
     assert metadata("o")["skipped"] == {
         "unreadable: Permission denied": 1,
@@ -416,7 +416,7 @@ def test_unreadable_files_of_a_directory_are_skipped_unless_strict_or_named(unre
         assert f"error: in/{name}: " in line
 
 
-def test_pipe_that_is_named_is_read():
+def test_named_pipe_is_read():
     os.mkfifo("a.jsonl")
     with ThreadPoolExecutor() as thread:
         thread.submit(Path("a.jsonl").write_bytes, b'"0123456789"')
@@ -450,7 +450,7 @@ sys.exit(data.main(sys.argv[3:]))
         ("replace", 3, "train-00002.bin: missing"),
     ],
 )
-def test_killed_prepare_leaves_no_data_and_can_be_repeated(mixed, call, count, message):
+def test_killed_prepare_leaves_no_usable_data_and_can_be_repeated(mixed, call, count, message):
     arguments = f"{mixed} --shard_mb 0.02 --out"
     prepare(f"{arguments} undisturbed")
     killed = run_python(KILL_IN_CALL, call, count, "prepare", *arguments.split(), "o", cwd=".")
@@ -458,8 +458,8 @@ def test_killed_prepare_leaves_no_data_and_can_be_repeated(mixed, call, count, m
     assert len(os.listdir("o")) > 1
     with pytest.raises(errors.DataError, match=message):
         open_data("o")
-    write_shard("o/.prepare/train-00077.bin", range(99))  # of a killed process with other inputs
-    if "missing" in message:  # some have their names already
+    write_shard("o/.prepare/train-00077.bin", range(99))  # left by a process with other inputs
+    if "missing" in message:  # some shards already have their final names
         assert run_data(f"prepare {arguments} o") == 2
         shutil.rmtree("o")
     prepare(f"{arguments} o")
@@ -477,7 +477,7 @@ FULL = OSError(errno.ENOSPC, "No space left on device", "o/train-00001.bin")
     ),
     ids=("full disk", "Ctrl-C"),
 )
-def test_prepare_that_fails_halfway_leaves_nothing(mixed, monkeypatch, capsys, fault, status, line):
+def test_failed_prepare_leaves_no_files(mixed, monkeypatch, capsys, fault, status, line):
     replace = os.replace
 
     def fail_at_second(path, target):
@@ -486,25 +486,24 @@ def test_prepare_that_fails_halfway_leaves_nothing(mixed, monkeypatch, capsys, f
         return replace(path, target)
 
     monkeypatch.setattr(os, "replace", fail_at_second)
-    write("o/train-00000.bin.bak", b"of someone else")
+    write("o/train-00000.bin.bak", b"someone else's")
     assert run_data("prepare in --shard_mb 0.02 --out o") == status
     assert capsys.readouterr().err.splitlines()[-1].startswith(f"data.py: {line}")
     assert os.listdir("o") == ["train-00000.bin.bak"]
 
 
-def test_output_directory_may_be_a_link_and_is_locked(capsys):
+def test_output_directory_may_be_a_symlink_and_is_locked(capsys):
     write("a.txt", b"a text")
     Path("far").mkdir()
     Path("o").symlink_to("far")
     with files.locked(Path("o")):
         assert "another command is using it" in error_line(capsys, "prepare a.txt --out o")
-    prepare("a.txt --shard_mb 1e-6 --out o")  # an id in each shard
+    prepare("a.txt --shard_mb 1e-6 --out o")  # one id per shard
     assert documents("far", "train") == [b"a tex"]
 
 
-def test_prepare_takes_little_memory_and_does_not_import_torch(tmp_path):
-    """A long text, and a line of JSON that is too long. The zeros in them take no room on the
-    disk."""
+def test_prepare_uses_little_memory_and_no_torch(tmp_path):
+    """The inputs, a long text and a line of JSON above the limit, are sparse files of zeros."""
     with open("a.txt", "wb") as file:
         file.truncate(100_000_000)
     with open("b.jsonl", "wb") as file:
@@ -519,4 +518,4 @@ def test_prepare_takes_little_memory_and_does_not_import_torch(tmp_path):
     done, peak = measured(code, "prepare", tmp_path, "--binary", "--out", tmp_path / "o")
     assert done.returncode == 0
     assert f"1 longer than 33,554,432 bytes ({tmp_path}/b.jsonl:2)" in done.stderr
-    assert peak < 160_000  # kB: the limit of a line, twice, and Python
+    assert peak < 160_000  # kB: twice the longest line, and Python

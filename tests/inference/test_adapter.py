@@ -1,5 +1,5 @@
-"""An exported model computes behind Hugging Face's interfaces what Spider computes. Its tokenizer
-is a stock one. The Trainer, PEFT, TRL and lm-evaluation-harness work with it."""
+"""An export equals Spider under Hugging Face's interfaces, has a stock tokenizer, and works with
+the Trainer, PEFT, TRL and lm-evaluation-harness."""
 
 import json
 import math
@@ -21,7 +21,7 @@ from tokenizer import BOS_ID, EOS_ID, PAD_ID
 
 
 def continuation(model, ids: list[int], n: int = 12, **settings) -> list[int]:
-    """Return what generate() writes after one prompt, greedily."""
+    """Return the ids that generate() writes greedily after one prompt."""
     written = model.generate(torch.tensor([ids]), max_new_tokens=n, do_sample=False, **settings)
     return written[0, len(ids) :].tolist()
 
@@ -31,9 +31,7 @@ def continuation(model, ids: list[int], n: int = 12, **settings) -> list[int]:
 
 
 @EVERY_VARIANT_IN_TIME
-def test_logits_and_losses_of_an_export_are_spiders_own_and_labels_are_shifted_inside(
-    checkpoint, model, tmp_path, changes
-):
+def test_exported_logits_and_losses_equal_spiders(checkpoint, model, tmp_path, changes):
     ours = awake(small_config(**changes))
     saved = load_checkpoint(checkpoint)
     saved |= dict(model_state_dict=ours.state_dict(), cfg=asdict(ours.config))
@@ -44,7 +42,7 @@ def test_logits_and_losses_of_an_export_are_spiders_own_and_labels_are_shifted_i
     labels = ids.clone()
     labels[0, 5:9] = -100
     shifted = torch.cat((labels[:, 1:], torch.full((2, 1), -100)), dim=1)
-    labels[0, 5] = PAD_ID  # ignored, too
+    labels[0, 5] = PAD_ID  # also ignored
     for training in (False, True):
         torch.manual_seed(0)
         expected = ours.train(training)(ids, shifted, 3)
@@ -56,19 +54,19 @@ def test_logits_and_losses_of_an_export_are_spiders_own_and_labels_are_shifted_i
 
 
 @pytest.mark.parametrize("side", ("left", "right"))
-def test_each_row_of_a_padded_batch_is_computed_as_it_is_alone(model, tokenizer, side):
+def test_padding_changes_no_logits_losses_or_texts(model, tokenizer, side):
     texts = ["abc def", "no begin", "the longest of the three"]
     batch = tokenizer(texts, padding=True, padding_side=side, return_tensors="pt")
     kept = batch["attention_mask"] == 1
     by_ids = model(batch["input_ids"], labels=batch["input_ids"])
-    batch["input_ids"][~kept] = 7  # then the mask alone tells
+    batch["input_ids"][~kept] = 7  # only the mask shows the padding
     full = model(**batch, labels=batch["input_ids"])
     nats = []
-    for i, row in enumerate(texts):
-        ids = tokenizer(row, return_tensors="pt")["input_ids"]
+    for i, one_text in enumerate(texts):
+        ids = tokenizer(one_text, return_tensors="pt")["input_ids"]
         alone = model(ids, labels=ids)
         torch.testing.assert_close(full.logits[i, kept[i]], alone.logits[0])
-        nats += [alone.loss] * (len(row) - 1)
+        nats += [alone.loss] * (len(one_text) - 1)
     torch.testing.assert_close(full.loss, sum(nats) / len(nats))
     torch.testing.assert_close(by_ids.loss, full.loss)
     generating = dict(max_new_tokens=10, do_sample=False)
@@ -77,8 +75,8 @@ def test_each_row_of_a_padded_batch_is_computed_as_it_is_alone(model, tokenizer,
             model.generate(**batch, **generating)
         return
     written = model.generate(**batch, **generating)[:, kept.shape[1] :].tolist()
-    for row, found in zip(texts, written, strict=True):
-        expected = continuation(model, [*row.encode()], 10)
+    for one_text, found in zip(texts, written, strict=True):
+        expected = continuation(model, [*one_text.encode()], 10)
         assert found[: len(expected)] == expected
 
 
@@ -86,9 +84,9 @@ def test_each_row_of_a_padded_batch_is_computed_as_it_is_alone(model, tokenizer,
 # Generation
 
 
-def test_generate_writes_what_spider_writes_and_reads_every_byte_once(model, spider, monkeypatch):
+def test_generate_equals_spiders_and_reads_each_byte_once(model, spider, monkeypatch):
     prompt = [BOS_ID, *b"abc def g"]
-    lengths = []  # of the steps
+    lengths = []  # bytes read per step
     step = type(model.spider).step
 
     def record_length(self, ids, state):
@@ -105,8 +103,8 @@ def test_generate_writes_what_spider_writes_and_reads_every_byte_once(model, spi
     assert not lengths
 
 
-def test_generate_as_a_trainer_leaves_the_model_writes_the_same(model):
-    """In training mode, under accelerate's autocast; the mode stays."""
+def test_generate_in_training_mode_under_autocast_writes_the_same(model):
+    """The Trainer leaves a model in this state. generate() restores the training mode."""
     prompt = [BOS_ID, *b"abc def g"]
     expected = continuation(model, prompt)
     model.train()
@@ -118,13 +116,13 @@ def test_generate_as_a_trainer_leaves_the_model_writes_the_same(model):
         model.eval()
 
 
-def test_ids_that_texts_lack_are_never_drawn(model):
+def test_generate_never_samples_pad_bos_or_reserved_ids(model):
     prompt = torch.tensor([[BOS_ID, 97]])
     drawn = model.generate(prompt, max_new_tokens=1, num_return_sequences=4000, temperature=1e6)
     assert set(drawn[:, 2].tolist()) == {*range(256), EOS_ID}
 
 
-def test_no_model_is_split_over_two_devices(model):
+def test_device_map_never_splits_a_model(model):
     from accelerate import infer_auto_device_map
 
     size = model.get_memory_footprint()
@@ -134,7 +132,7 @@ def test_no_model_is_split_over_two_devices(model):
     assert devices == {"": 1}
 
 
-def test_a_kept_cache_continues_its_text_alone(model):
+def test_cache_continues_only_its_own_text(model):
     prompt = torch.tensor([[BOS_ID, *b"abc def g"]])
     first = model.generate(prompt, max_new_tokens=5, do_sample=False, return_dict_in_generate=True)
     ids = [*first.sequences[0].tolist(), *b" and then"]
@@ -152,7 +150,7 @@ def test_beam_search_reorders_states(model):
     assert not torch.equal(written[::2], greedy)
 
 
-def test_an_empty_prompt_is_the_beginning_of_a_document(model, tokenizer):
+def test_empty_prompt_starts_a_document(model, tokenizer):
     expected = tokenizer.decode(continuation(model, [BOS_ID]), skip_special_tokens=True)
     pipeline = transformers.pipeline("text-generation", model=model, tokenizer=tokenizer)
     (written,) = pipeline("", max_new_tokens=12, do_sample=False)
@@ -172,7 +170,7 @@ HOLE = torch.tensor([[1, 0] + [1] * 6])
         (dict(input_ids=IDS, cache=transformers.DynamicCache()), "cache must be the cache"),
     ),
 )
-def test_arguments_that_the_model_does_not_support_are_refused_by_name(model, arguments, words):
+def test_unsupported_arguments_are_refused_by_name(model, arguments, words):
     with pytest.raises(ValueError, match=words):
         model(**arguments)
 
@@ -182,17 +180,17 @@ def test_arguments_that_the_model_does_not_support_are_refused_by_name(model, ar
 
 
 @pytest.mark.slow
-def test_quantization_is_refused_when_a_model_is_loaded(exported):
-    """It would replace no layer, as Spider's Linears are of another class."""
+def test_quantization_is_refused_on_loading(exported):
+    """bitsandbytes would replace no layer, because Spider's Linear is not torch's."""
     quantization = transformers.BitsAndBytesConfig(load_in_8bit=True)
     with pytest.raises(ValueError, match="quantization_config is not available in Spider"):
         load_model(exported, quantization_config=quantization)
 
 
 @pytest.mark.parametrize("cast", (False, True), ids=("loaded", "cast"))
-def test_a_model_of_half_precision_scores_learns_and_writes(exported, model, cast):
-    """Loaded in a dtype, a model keeps fp32 parameters; half(), bfloat16() and to() cast them, and
-    products with them."""
+def test_half_precision_model_scores_trains_and_generates(exported, model, cast):
+    """Loading in a dtype keeps parameters in fp32; half(), bfloat16() and to() cast parameters and
+    products."""
     half = load_model(exported).half() if cast else load_model(exported, dtype=torch.float16)
     assert {p.dtype for p in half.parameters()} == {torch.float16 if cast else torch.float32}
     assert half.spider.compute_dtype == torch.float16
@@ -213,7 +211,7 @@ def settings_of_trainer(directory, **settings) -> dict:
 
 
 def trainer(model, tokenizer, directory, sequences, **settings):
-    """Make a Trainer of sequences of ids. Labels are the ids, but -100 for padding."""
+    """Make a Trainer on sequences of ids. The labels are the ids, with -100 for padding."""
     return transformers.Trainer(
         model=model,
         train_dataset=[dict(input_ids=ids) for ids in sequences],
@@ -222,21 +220,21 @@ def trainer(model, tokenizer, directory, sequences, **settings):
     )
 
 
-def test_accumulation_over_unequal_documents_steps_like_one_batch(exported, tmp_path):
-    # these losses are means over a pass
+def test_gradient_accumulation_over_unequal_documents_equals_one_batch(exported, tmp_path):
+    # these losses are means over a micro-batch, so accumulation changes them
     changes = dict(aux_loss_weight=0.0, z_loss_weight=0.0, ponder_weight=0.0, boundaries="words")
     config = asdict(small_config(**changes))
     documents = [text(1, length, seed=length)[0].tolist() for length in (12, 90, 40, 6)]
     logs = []
-    for rows in (4, 1):
+    for micro_batch in (4, 1):
         done = trainer(
             load_model(exported, spider=config),
             load_tokenizer(exported, padding_side="right"),
             tmp_path,
             documents,
             max_steps=1,
-            per_device_train_batch_size=rows,
-            gradient_accumulation_steps=4 // rows,
+            per_device_train_batch_size=micro_batch,
+            gradient_accumulation_steps=4 // micro_batch,
         )
         done.train()
         logs.append(done.state.log_history[0])
@@ -244,11 +242,11 @@ def test_accumulation_over_unequal_documents_steps_like_one_batch(exported, tmp_
         assert logs[1][name] == pytest.approx(logs[0][name], rel=1e-4)
 
 
-def test_an_evaluation_reports_cross_entropy_and_passes_logits_alone(exported, tokenizer, tmp_path):
+def test_trainer_evaluation_returns_cross_entropy_and_logits(exported, tokenizer, tmp_path):
     model = load_model(exported)
     ids = text(3, 20)
-    rows = [dict(input_ids=row) for row in ids.tolist()]
-    found = trainer(model, tokenizer, tmp_path, []).predict(rows)
+    dataset = [dict(input_ids=sequence) for sequence in ids.tolist()]
+    found = trainer(model, tokenizer, tmp_path, []).predict(dataset)
     expected = model(ids, labels=ids)
     assert found.metrics["test_loss"] == pytest.approx(expected.nats_per_byte.item(), rel=1e-5)
     torch.testing.assert_close(torch.from_numpy(found.predictions), expected.logits.detach())
@@ -282,16 +280,15 @@ def test_lora_trains_saves_loads_and_merges(exported, model, tokenizer, tmp_path
 
 
 def nats(model, context: list[int], ids: list[int]) -> float:
-    """Return the nats of ids after a context, by the full pass."""
+    """Return the nats of ids after a context, from a full pass."""
     with torch.no_grad():
         logits = model(torch.tensor([[*context, *ids]])).logits[0, len(context) - 1 : -1]
     return torch.nn.functional.cross_entropy(logits, torch.tensor(ids), reduction="sum").item()
 
 
 @pytest.mark.slow
-def test_sft_trains_on_the_models_own_probabilities(exported, model, tokenizer, tmp_path):
-    """The first loss is the model's cross-entropy of the completions. The autocast to bf16 ends
-    with each step."""
+def test_sft_starts_at_the_models_cross_entropy_and_improves(exported, model, tokenizer, tmp_path):
+    """The bf16 autocast ends with each step."""
     trl = pytest.importorskip("trl")
     from datasets import Dataset
 
@@ -312,10 +309,10 @@ def test_sft_trains_on_the_models_own_probabilities(exported, model, tokenizer, 
 
 
 @pytest.mark.slow
-def test_the_guide_to_a_model_that_answers_trains_on_answers_alone_and_changes_every_table(
+def test_chat_guide_trains_on_answers_only_and_on_every_table(
     exported, tmp_path, monkeypatch, capsys
 ):
-    """Every block of the page runs, with fewer steps and words."""
+    """All code blocks of the page run, with fewer steps and words."""
     pytest.importorskip("trl")
     monkeypatch.chdir(tmp_path)
     (tmp_path / "base").symlink_to(exported)
@@ -341,7 +338,7 @@ def test_the_guide_to_a_model_that_answers_trains_on_answers_alone_and_changes_e
 
 @settings(deadline=None, max_examples=40)
 @given(st.text(), st.binary())
-def test_ids_are_the_bytes_of_a_text_and_any_bytes_are_decoded(tokenizer, content, other):
+def test_tokenizer_ids_are_bytes_and_any_bytes_decode(tokenizer, content, other):
     assume(not any(token in content for token in tokenizer.all_special_tokens))
     ids = tokenizer(content)["input_ids"]
     assert ids == list(content.encode())
@@ -349,7 +346,7 @@ def test_ids_are_the_bytes_of_a_text_and_any_bytes_are_decoded(tokenizer, conten
     assert tokenizer.decode(list(other)) == other.decode(errors="replace")
 
 
-def test_special_tokens_in_a_text_are_special_unless_they_are_split(tokenizer):
+def test_special_tokens_in_a_text_are_parsed_unless_split(tokenizer):
     spelled = "<bos>é<eos> <pad>"
     found = tokenizer(spelled, return_offsets_mapping=True)
     assert found["input_ids"] == [BOS_ID, *"é".encode(), EOS_ID, 32, PAD_ID]
@@ -358,7 +355,7 @@ def test_special_tokens_in_a_text_are_special_unless_they_are_split(tokenizer):
     assert tokenizer(spelled, split_special_tokens=True)["input_ids"] == list(spelled.encode())
 
 
-def test_added_tokens_take_the_reserved_ids(exported, tmp_path):
+def test_added_tokens_get_reserved_ids(exported, tmp_path):
     tokenizer = load_tokenizer(exported)
     assert tokenizer.add_special_tokens({"extra_special_tokens": ["<|user|>", "→"]}) == 2
     assert tokenizer.add_tokens(["<tool>"]) == 1

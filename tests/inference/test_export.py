@@ -1,5 +1,5 @@
-"""An export is whole, carries its code and its facts, and is read back by train.py and sample.py
-without trust."""
+"""An export is complete, with its code and facts; train.py and sample.py read it without trusting
+it."""
 
 import json
 import os
@@ -23,7 +23,7 @@ MODULES = flat_modules("spider.inference.modeling_spider")
 
 
 def resuming(tmp_path, origin, *flags) -> list[str]:
-    """The command line of a run of two steps that starts from an export."""
+    """Return the command line of a two-step run that starts from an export."""
     settings = "--mock_data --seq_len 32 --micro_batch 2 --max_steps 2 --eval_every 0 --device cpu"
     paths = ["--ckpt_dir", str(tmp_path / "resumed"), "--resume", str(origin)]
     return settings.split() + paths + list(flags)
@@ -38,7 +38,7 @@ def refusal(capsys, *argv) -> str:
 # Writing
 
 
-def test_an_export_has_settings_weights_tokenizer_card_license_and_code(exported):
+def test_export_has_config_weights_tokenizer_card_license_and_code(exported):
     assert {file.name for file in exported.iterdir()} == MODULES.keys() | {
         "config.json",
         "generation_config.json",
@@ -53,7 +53,7 @@ def test_an_export_has_settings_weights_tokenizer_card_license_and_code(exported
         assert not re.search(r"^ *(from|import) (spider|spider_model|tile_moe)\b", code, re.M)
     assert (exported / "LICENSE").read_bytes() == (ROOT / "LICENSE").read_bytes()
     assert "\nlicense: apache-2.0\n" in (exported / "README.md").read_text().split("---")[1]
-    assert len({file.stat().st_mode for file in exported.iterdir()}) == 1  # readable for all
+    assert len({file.stat().st_mode for file in exported.iterdir()}) == 1  # no file is private
 
 
 OURS = ["spider_model", "tile_moe", "tokenizer", "spider", "data"]
@@ -64,7 +64,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 windows = sys.argv[2] == "fcntl"
 if windows:
-    from transformers import GenerationMixin, PreTrainedModel  # of Linux
+    from transformers import GenerationMixin, PreTrainedModel  # before Linux is hidden
     for name in ("SIGHUP", "SIGKILL", "SIGQUIT", "SIGUSR1"):
         delattr(signal, name)
     for name in ("fork", "geteuid", "getuid", "sysconf", "O_NOFOLLOW"):
@@ -87,26 +87,26 @@ print(model.generate(**inputs, max_new_tokens=9, do_sample=False)[0].tolist())
 
 @pytest.mark.slow
 @pytest.mark.parametrize("missing", (OURS, UNIX_ONLY), ids=("project", "unix"))
-def test_a_script_uses_an_export_without_the_project_or_modules_of_unix(
+def test_export_works_without_the_project_and_without_unix_modules(
     exported, spider, tmp_path, missing
 ):
     done = run_python(ALONE, exported, *missing, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     if missing is OURS:
-        assert "torchao" not in done.stderr  # of kernels that it cannot load
+        assert "torchao" not in done.stderr  # torchao warns of kernels that fail to load
     prompt = list(b"abc def")
     written = json.loads(done.stdout.splitlines()[-1])[len(prompt) :]
     expected = list(spider.generate(prompt, 9, temperature=0, n_loops=3))
     assert written[: len(expected)] == expected
 
 
-def test_an_export_is_not_exported_again(exported, tmp_path, capsys):
+def test_exporting_an_export_is_refused(exported, tmp_path, capsys):
     line = refusal(capsys, exported, "--export", tmp_path / "new")
     assert "--export needs a checkpoint of a training run" in line
     assert not os.listdir(tmp_path)
 
 
-def test_a_failed_export_leaves_nothing_and_can_be_repeated(
+def test_failed_export_leaves_no_files_and_can_be_repeated(
     checkpoint, tmp_path, monkeypatch, capsys
 ):
     written = []
@@ -122,7 +122,7 @@ def test_a_failed_export_leaves_nothing_and_can_be_repeated(
         assert "new cannot be written: No space left on device" in refusal(capsys, *argv)
     assert not os.listdir(tmp_path)
 
-    left = written[0].parent  # as if the process had been killed
+    left = written[0].parent  # a killed process would leave it
     left.mkdir()
     (left / "model.safetensors").write_bytes(b"half")
     with locked(tmp_path / "new", tmp_path / ".new.lock"):
@@ -132,7 +132,7 @@ def test_a_failed_export_leaves_nothing_and_can_be_repeated(
     assert os.listdir(tmp_path) == ["new"]
 
 
-def test_the_model_card_has_facts_and_foreign_text_as_json_alone(checkpoint, tmp_path, capsys):
+def test_model_card_has_facts_and_untrusted_text_only_as_json(checkpoint, tmp_path, capsys):
     heading = "5\n\n# Not so <img src=x onerror=alert(1)>\n```\n\x1b[2J"
     saved = torch.load(checkpoint)
     saved["flags"] |= {"data_dir": f"/home/me/{heading}/", heading: heading}
@@ -152,7 +152,7 @@ def test_the_model_card_has_facts_and_foreign_text_as_json_alone(checkpoint, tmp
     assert facts["bytes_seen"] == saved["bytes_seen"]
     assert facts["val_bpb"] == last_step["val_bpb"] and facts["val_bpb_at_step"] == 6
     assert facts["flags"][heading] == heading
-    assert facts["flags"]["data_dir"] == heading  # a name, no private path
+    assert facts["flags"]["data_dir"] == heading  # the name only, since paths are private
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["training"].items() <= facts.items()
 
@@ -161,7 +161,7 @@ def test_the_model_card_has_facts_and_foreign_text_as_json_alone(checkpoint, tmp
 # Reading back
 
 
-def test_a_run_starts_with_the_weights_of_an_export(exported, checkpoint, tmp_path, capsys):
+def test_run_starts_from_the_weights_of_an_export(exported, checkpoint, tmp_path, capsys):
     line = refused(resuming(tmp_path, exported), capsys)
     assert "add --reset_steps" in line  # an export has no optimizer state
     unchanging = "--reset_steps --lr 1e-9 --engram_lr 0".split()
@@ -172,7 +172,7 @@ def test_a_run_starts_with_the_weights_of_an_export(exported, checkpoint, tmp_pa
         torch.testing.assert_close(saved["model_state_dict"][name], weight, atol=5e-3, rtol=0)
 
 
-def test_an_export_is_scored_like_its_checkpoint(exported, checkpoint, tmp_path, figures):
+def test_eval_scores_an_export_like_its_checkpoint(exported, checkpoint, tmp_path, figures):
     (tmp_path / "text").write_bytes(b"abc def gh " * 20)
     texts = (checkpoint.parent.parent / "data", tmp_path / "text")
     origins = (checkpoint, exported, exported / "model.safetensors")
@@ -183,7 +183,7 @@ def test_an_export_is_scored_like_its_checkpoint(exported, checkpoint, tmp_path,
     assert found[:2] == found[2:4] == found[4:]
 
 
-def test_nothing_of_an_export_is_executed_or_read_but_config_and_weights(exported, tmp_path):
+def test_loading_an_export_executes_none_of_its_files(exported, tmp_path):
     directory = shutil.copytree(exported, tmp_path / "copy")
     mark = tmp_path / "executed"
     for name in MODULES:
@@ -196,16 +196,14 @@ def test_nothing_of_an_export_is_executed_or_read_but_config_and_weights(exporte
 
 @pytest.fixture
 def saved_again(model, tmp_path) -> Path:
-    """An export that transformers has saved, with weights in several files."""
+    """Save an export with transformers, with the weights in several files."""
     directory = tmp_path / "shards"
     model.save_pretrained(directory, max_shard_size="200KB")
     assert len([*directory.glob("model-*.safetensors")]) > 2
     return directory
 
 
-def test_a_model_that_transformers_saves_is_the_same_for_it_and_for_us(
-    exported, model, saved_again
-):
+def test_model_saved_by_transformers_loads_there_and_here(exported, model, saved_again):
     again = load_model(saved_again)
     ids = text(1, 30)
     assert torch.equal(model(ids).logits, again(ids).logits)
@@ -217,7 +215,7 @@ def test_a_model_that_transformers_saves_is_the_same_for_it_and_for_us(
         assert torch.equal(weight, several[name]), name
 
 
-def test_an_index_names_only_weights_of_its_directory(saved_again, capsys):
+def test_index_with_a_path_outside_the_export_is_refused(saved_again, capsys):
     index = saved_again / "model.safetensors.index.json"
     content = json.loads(index.read_text())
     content["weight_map"]["spider.null_segment"] = "../shards/model-00001-of-00002.safetensors"
@@ -225,7 +223,7 @@ def test_an_index_names_only_weights_of_its_directory(saved_again, capsys):
     assert "can be read safely" in refusal(capsys, saved_again, "--prompt", "a")
 
 
-def test_a_spoilt_export_is_refused_in_a_line(exported, tmp_path, capsys):
+def test_damaged_export_is_refused_in_one_line(exported, tmp_path, capsys):
     directory = shutil.copytree(exported, tmp_path / "copy")
     config = directory / "config.json"
     argv = resuming(tmp_path, directory, "--reset_steps")

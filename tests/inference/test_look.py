@@ -1,4 +1,4 @@
-"""--show records what the model computes; nothing in a terminal or a page is obeyed."""
+"""--show records the model's values; no terminal or browser executes any part of the text."""
 
 import base64
 import hashlib
@@ -23,7 +23,7 @@ from spider.inference import look
 from spider_model import Spider
 from tokenizer import BOS_ID
 
-# markup, control characters, invisible ones, and bytes that are not UTF-8
+# markup, control characters, invisible characters, bytes that are not UTF-8
 ODD = (
     "<script>alert(1)</script> \x1b]0;t\x07\x9b2J \u202e\u2028\x00\t\r\n é漢🕸 "
     "</title></style>\"'&amp;".encode()
@@ -33,7 +33,7 @@ NO_CORE = dict(n_recurrent_layers=0, engram_layers=())
 
 
 def model_of(**changes) -> Spider:
-    """Return a model whose segments are words, and take 1 to 3 loops."""
+    """Return a model whose segments are words and halt after 1 to 3 loops."""
     config = small_config(**(dict(boundaries="words") | changes))
     model = awake(config, dtype=torch.float64).eval()
     if model.core is not None and model.core.halt_predictor is not None:
@@ -50,7 +50,7 @@ def text_of(length: int) -> bytes:
 
 @pytest.fixture
 def show(tmp_path, capsys):
-    """Return what --show of a text prints, and the page that it writes to look.html."""
+    """Return the output of --show for a text, and the page look.html."""
 
     def show(model: Spider, text: bytes, directory: Path = tmp_path) -> tuple[str, str]:
         (tmp_path / "text").write_bytes(text)
@@ -61,12 +61,12 @@ def show(tmp_path, capsys):
 
 
 def data_of(page: str) -> dict:
-    """Return the data that a page draws."""
+    """Return the data in a page."""
     return json.loads(re.search('id="data">(.*?)</script>', page)[1])
 
 
 class Page(HTMLParser):
-    """The elements of a page with their attributes."""
+    """A page's elements with their attributes."""
 
     def __init__(self, page: str):
         super().__init__()
@@ -88,7 +88,7 @@ class Page(HTMLParser):
 
 @pytest.mark.parametrize("boundaries", ("words", "flexitokens"))
 @pytest.mark.parametrize("length", (1, 560))
-def test_what_is_recorded_is_what_the_full_pass_computes(length, boundaries):
+def test_recorded_values_equal_the_full_pass(length, boundaries):
     model = model_of(boundaries=boundaries)
     text = text_of(length)
     analysis = look.analyze(model, text, 3)
@@ -102,13 +102,13 @@ def test_what_is_recorded_is_what_the_full_pass_computes(length, boundaries):
     for layer, tokens in enumerate(out.tokens_per_expert):
         loads = [load for visit, load in record.load.items() if visit[0] == layer]
         assert torch.equal(sum(loads, torch.zeros(4)), tokens.float())
-    share, likeliest = out.logits[0, :-1].softmax(-1).topk(3)
+    probability, likeliest = out.logits[0, :-1].softmax(-1).topk(3)
     assert analysis.likeliest == likeliest.flatten().tolist()
-    assert analysis.percent == pytest.approx((100 * share).flatten().tolist(), abs=0.51)
+    assert analysis.percent == pytest.approx((100 * probability).flatten().tolist(), abs=0.51)
 
 
 @pytest.mark.parametrize("changes", ({}, NO_CORE), ids=("core", "no core"))
-def test_a_long_text_is_read_in_windows_that_overlap_by_half(monkeypatch, changes):
+def test_long_text_is_read_in_windows_overlapping_by_half(monkeypatch, changes):
     monkeypatch.setattr(look, "WINDOW", 64)
     model = model_of(**changes)
     text = text_of(300)
@@ -130,7 +130,7 @@ def test_a_long_text_is_read_in_windows_that_overlap_by_half(monkeypatch, change
     assert sum(int((~gate.isnan()).sum()) for gate in gates) == sum(record.loops)
 
 
-def test_recorded_gates_are_those_that_the_model_multiplies_by(monkeypatch):
+def test_recorded_gates_equal_the_applied_gates(monkeypatch):
     model = model_of()
     engram = type(model.core.layers[1].engram)
     monkeypatch.setattr(engram, "gate", lambda self, h, key: h.new_full((len(h), 1), 0.25))
@@ -138,11 +138,11 @@ def test_recorded_gates_are_those_that_the_model_multiplies_by(monkeypatch):
     rows = look.gate_rows(look.analyze(model, text_of(40), 2))
     levels = {row["name"]: row["levels"] for row in rows if row["shades"] == "gates"}
     for loop in (1, 2):
-        assert {*levels.pop(f"layer 2, loop {loop}")} == {"2", " "}  # not of the last segment
+        assert {*levels.pop(f"layer 2, loop {loop}")} == {"2", " "}  # blank: the last segment
     assert {*"".join(levels.values())} == {"4"}
 
 
-def test_a_model_is_unchanged_by_inspection_even_after_an_error(monkeypatch):
+def test_inspection_leaves_the_model_unchanged_even_after_an_error(monkeypatch):
     model = model_of()
     look.analyze(model, b"abc", 2)
     monkeypatch.setattr(model, "after_core", lambda *_: 1 / 0)
@@ -153,7 +153,7 @@ def test_a_model_is_unchanged_by_inspection_even_after_an_error(monkeypatch):
         assert not module._forward_hooks and not module._forward_pre_hooks
 
 
-def test_a_text_is_a_file_or_standard_input_or_stands_for_itself(tmp_path, monkeypatch):
+def test_show_takes_a_file_stdin_or_a_literal_text(tmp_path, monkeypatch):
     path = tmp_path / "text"
     path.write_bytes(b"from a file")
     assert look.read_text_argument(str(path)) == (b"from a file", "text")
@@ -175,7 +175,7 @@ def test_a_text_is_a_file_or_standard_input_or_stands_for_itself(tmp_path, monke
 # In a terminal and as a page
 
 
-def test_nothing_that_is_shown_reaches_a_terminal_as_a_command(show, monkeypatch):
+def test_control_characters_in_a_text_never_reach_the_terminal(show, monkeypatch):
     model = model_of()
     plain, _ = show(model, ODD)
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
@@ -194,10 +194,10 @@ def test_nothing_that_is_shown_reaches_a_terminal_as_a_command(show, monkeypatch
         assert "&amp;\\xff\\xf0\\x9f \\n" in text
 
 
-def test_a_character_of_several_bytes_is_one_and_a_long_text_is_cut_between_two(monkeypatch):
-    text = "a漢\xe9".encode() + b"\xe6\xbc!"  # each byte has one bit
+def test_multibyte_characters_are_kept_whole_even_where_text_is_cut(monkeypatch):
+    text = "a漢\xe9".encode() + b"\xe6\xbc!"  # each byte costs one bit
     record = look.Recorder(model_of())
-    record.loops = [1, 1, 2, 3, 1, 2]  # the first is that of the segment that BOS ends
+    record.loops = [1, 1, 2, 3, 1, 2]  # the first segment is BOS alone
     is_end = [i in (0, 1, 4, 6, 8) for i in range(9)]
     segment = [1, 2, 3, 3, 3, 4, 4, 5, 5]
     analysis = look.Analysis(text, [1.0] * 9, [], [], segment, is_end, record)
@@ -226,7 +226,7 @@ def test_a_character_of_several_bytes_is_one_and_a_long_text_is_cut_between_two(
     ),
     ids=str,
 )
-def test_a_page_shows_whatever_the_model_has(changes, show):
+def test_page_shows_every_component_of_the_model(changes, show):
     text = ODD * 4
     model = model_of(**changes)
     printed, page = show(model, text)
@@ -240,9 +240,9 @@ def test_a_page_shows_whatever_the_model_has(changes, show):
     assert {len(levels) for levels in rows.values()} == {len(text)} == {len(data["ends"])}
 
 
-def test_a_page_has_votes_in_nats_and_gates_of_matches_without_tables(show):
+def test_page_shows_votes_and_match_gates_without_tables(show):
     model = model_of(engram_votes=2, engram_match_contexts=("3", "word1"), engram_byte_contexts=())
-    model.engram_output.votes[2].weight.data[1::2] = 0  # of the older occurrences
+    model.engram_output.votes[2].weight.data[1::2] = 0  # the votes of older occurrences
     _, page = show(model, b"abcd abcd abce")
     rows = {row["name"]: row for row in data_of(page)["rows"]}
     has_vote = [level != " " for level in rows["3, its vote"]["levels"]]
@@ -252,7 +252,7 @@ def test_a_page_has_votes_in_nats_and_gates_of_matches_without_tables(show):
     assert shades["layer 2, loop 1"] == shades["3, in the text"] == "gates"
 
 
-def test_a_page_has_all_data_as_text_and_loads_nothing(tmp_path, show):
+def test_page_holds_all_data_as_text_and_loads_nothing(tmp_path, show):
     home = tmp_path / "<img src=x onerror=alert(2)>&\x1b"
     home.mkdir()
     _, page = show(model_of(), ODD + b"{{script}} {{data}}", home)
@@ -283,7 +283,7 @@ KEY = "by('text').dispatchEvent(new KeyboardEvent('keydown', { key: 'ArrowRight'
 
 @pytest.mark.slow
 @pytest.mark.skipif(not shutil.which("chromium"), reason="needs chromium")
-def test_the_script_draws_the_page_and_runs_nothing_from_the_text(tmp_path, show, monkeypatch):
+def test_page_script_draws_the_text_and_executes_none_of_it(tmp_path, show, monkeypatch):
     template = look.TEMPLATE.read_text().replace("</script></body>", f"{KEY}</script></body>")
     (tmp_path / "page.html").write_text(template)
     monkeypatch.setattr(look, "TEMPLATE", tmp_path / "page.html")
@@ -301,10 +301,10 @@ def test_the_script_draws_the_page_and_runs_nothing_from_the_text(tmp_path, show
     shown = re.search('id="text".*?>(.*?)</section>', done.stdout, re.DOTALL)[1]
     shown = html.unescape(re.sub("<sub>.*?</sub>|<[^>]*>", "", shown))
     assert shown.replace("\n", "").replace("↵", "\\n") == "".join(data["glyphs"])
-    # the bytes that were expected at the first character, of two bytes
-    percent = [f"{share}%" for share in data["percent"][:6]]
+    # three candidates for each of the two bytes of the first character
+    percent = [f"{number}%" for number in data["percent"][:6]]
     assert re.findall("<td>([0-9]+%)</td>", done.stdout) == percent
-    # a row of experts for each layer and loop; gates and votes below the surprise
+    # one <tr> per layer and loop of the experts; gates and votes follow the surprise
     assert done.stdout.count("<tr") == 2 * 3 + 1 + len(data["load"]) + 1 + len(data["rows"])
 
 
@@ -312,7 +312,7 @@ def test_the_script_draws_the_page_and_runs_nothing_from_the_text(tmp_path, show
 # sample.py --show
 
 
-def test_show_prints_a_text_and_writes_the_page_beside_the_checkpoint(
+def test_show_prints_the_text_and_writes_the_page_to_the_run(
     trained, tmp_path, monkeypatch, capsys
 ):
     monkeypatch.chdir(tmp_path)

@@ -1,4 +1,4 @@
-"""Attention inside documents by padded batches, and the cache of decoding."""
+"""Attention within documents, in padded batches, and the cache of decoding."""
 
 from contextlib import nullcontext
 
@@ -20,9 +20,9 @@ LENGTHS = (
 
 
 def attend_alone(qkv: torch.Tensor, window: int) -> torch.Tensor:
-    """Attend in one document [n, H, 3, width] by a mask over all its rows -> [n, H, width]."""
-    row = torch.arange(len(qkv))
-    distance = row[:, None] - row
+    """Attend in one document [n, H, 3, width] with a full mask -> [n, H, width]."""
+    position = torch.arange(len(qkv))
+    distance = position[:, None] - position
     visible = (distance >= 0) & (distance < (window or len(qkv)))
     q, k, v = qkv.permute(2, 1, 0, 3)
     return F.scaled_dot_product_attention(q, k, v, attn_mask=visible).transpose(0, 1)
@@ -33,13 +33,13 @@ def attend_alone(qkv: torch.Tensor, window: int) -> torch.Tensor:
 )
 @pytest.mark.parametrize("window", (0, 1, 24))
 @pytest.mark.parametrize("lengths", LENGTHS)
-def test_documents_attend_together_as_alone_in_value_and_gradient(lengths, window, dtype, atol):
-    rows = sum(lengths)
+def test_packed_documents_attend_as_if_alone_forward_and_backward(lengths, window, dtype, atol):
+    tokens = sum(lengths)
     cu_seqlens = F.pad(torch.tensor(lengths).cumsum(0), (1, 0)).to(torch.int32)
-    packing = Packing.build(cu_seqlens, rows, max(lengths), small_config(), dtype, window)
+    packing = Packing.build(cu_seqlens, tokens, max(lengths), small_config(), dtype, window)
     generator = torch.Generator().manual_seed(0)
-    qkv = torch.randn(rows, 2, 3, 8, generator=generator).to(dtype).requires_grad_()
-    upstream = torch.randn(rows, 16, generator=generator).to(dtype)
+    qkv = torch.randn(tokens, 2, 3, 8, generator=generator).to(dtype).requires_grad_()
+    upstream = torch.randn(tokens, 16, generator=generator).to(dtype)
 
     out = attend_padded(qkv, packing)
     (grad,) = torch.autograd.grad(out, qkv, upstream)
@@ -52,7 +52,7 @@ def test_documents_attend_together_as_alone_in_value_and_gradient(lengths, windo
     torch.testing.assert_close(grad.double(), expected_grad, rtol=0, atol=4 * atol)
 
 
-def test_tokens_before_are_those_of_the_document_the_nearest_last():
+def test_preceding_tokens_stay_in_the_document_nearest_last():
     cu_seqlens = torch.tensor((0, 3, 5), dtype=torch.int32)
     packing = Packing.build(cu_seqlens, 5, 3, small_config(), torch.float32)
     x = torch.tensor((1, 2, 3, 4, 5))[:, None]
@@ -62,18 +62,18 @@ def test_tokens_before_are_those_of_the_document_the_nearest_last():
 
 @pytest.mark.parametrize("window", (0, 1, 3, 8))
 @pytest.mark.parametrize("step_lengths", ([1] * 23, [9, 1, 1, 7, 5], [23]))
-def test_a_cache_with_a_window_keeps_only_that_and_masks_the_rest(step_lengths, window):
-    """Of two documents side by side the second starts five rows later."""
+def test_windowed_cache_keeps_and_attends_only_to_its_window(step_lengths, window):
+    """Decode two documents in one batch; the second starts five tokens later."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(2, 30, 4, dtype=torch.float64, generator=generator)
     q = torch.randn(2, 30, 2, 4, dtype=torch.float64, generator=generator)
     buffer = torch.zeros(1, 1, 2, 1, 4, dtype=torch.float64)
     before = torch.zeros(2, dtype=torch.int64)
-    for rows in ([5, 0], *([n, n] for n in step_lengths)):
-        lengths = torch.tensor(rows)
+    for tokens in ([5, 0], *([n, n] for n in step_lengths)):
+        lengths = torch.tensor(tokens)
         cu_seqlens = F.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
         packing = Packing.build(
-            cu_seqlens, sum(rows), max(rows), small_config(), torch.float64, before=before
+            cu_seqlens, sum(tokens), max(tokens), small_config(), torch.float64, before=before
         )
         cache = LatentCache(buffer, packing, before, window).of(0)
         now = (packing.document, packing.position)
@@ -90,8 +90,8 @@ def test_a_cache_with_a_window_keeps_only_that_and_masks_the_rest(step_lengths, 
 
 
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32), ids=str)
-def test_a_layer_on_a_gpu_attends_as_on_a_cpu_in_bf16_by_the_kernel(dtype):
-    """Its values would begin between the addresses that the kernel can read."""
+def test_layer_on_a_gpu_attends_as_on_a_cpu(dtype):
+    """Only bf16 uses the kernel. At these widths values would be misaligned for it."""
     config = small_config(qk_nope_head_dim=12, qk_rope_head_dim=4)
     torch.manual_seed(0)
     layer = MLA(config)

@@ -1,5 +1,4 @@
-"""Where segments end: FlexiTokens, words, and learned boundaries, with what their predictor
-learns."""
+"""Segment boundaries: FlexiTokens, words, and learned boundaries with their predictor."""
 
 import pytest
 import torch
@@ -15,7 +14,7 @@ from tokenizer import BOS_ID, EOS_ID, PAD_ID
 
 
 def boundaries_of(model: Spider, ids: Tensor, **options) -> Tensor:
-    """Return the boundaries b of a pass, in the shape of ids."""
+    """Return the boundaries b of a pass, shaped like ids."""
     collected = []
     decide = model.boundaries
     model.boundaries = lambda *given: collected.append(decide(*given)) or collected[-1]
@@ -29,7 +28,7 @@ def boundaries_of(model: Spider, ids: Tensor, **options) -> Tensor:
 # Words and FlexiTokens
 
 
-def test_no_word_ends_at_the_first_byte_of_a_document():
+def test_words_never_end_at_the_first_byte_of_a_document():
     ids = torch.tensor([[BOS_ID, *b"ab", EOS_ID, *b" cd.", EOS_ID, *b".e"]])
     model = awake(small_config(boundaries="words")).eval()
     assert boundaries_of(model, ids).tolist() == [[0, 0, 0, 1, 0, 0, 0, 1, 1, 0, 0]]
@@ -41,7 +40,7 @@ def test_eos_ends_a_segment_and_pad_never_does():
     bias = model.boundary_predictor[2].bias
     bias.data.fill_(-100)
     assert boundaries_of(model, ids).flatten().nonzero().flatten().tolist() == [8, 15]
-    loss = boundaries.boundary_loss(torch.zeros(4), ids[:, -4:], model.config)  # PAD alone
+    loss = boundaries.boundary_loss(torch.zeros(4), ids[:, -4:], model.config)  # only PAD
     assert loss == pytest.approx(1 / 3 - 3 * 0.023)
     bias.data.fill_(100)
     assert boundaries_of(model, ids).flatten().tolist() == [1] * 16 + [0] * 4
@@ -59,7 +58,7 @@ def predictor_of(rate: float = 0.19) -> SurprisePredictor:
 
 @pytest.mark.parametrize("rate", (0.0513, 0.19, 0.413))
 @pytest.mark.parametrize("spread", (0.0, 1e-5, 0.5))
-def test_the_threshold_leaves_the_configured_rate_even_if_all_bytes_are_alike(rate, spread):
+def test_threshold_keeps_the_configured_rate_even_with_equal_bytes(rate, spread):
     predictor = predictor_of(rate)
     generator = torch.Generator().manual_seed(0)
     position = torch.arange(16400)
@@ -71,7 +70,7 @@ def test_the_threshold_leaves_the_configured_rate_even_if_all_bytes_are_alike(ra
         predictor.update(predictor.count(predicted, ids, position), 2.0)
     if not spread:
         gaps = ends.nonzero().diff(dim=0).float()
-        assert gaps.std() < 0.3 * gaps.mean()  # random gaps would have the two alike
+        assert gaps.std() < 0.3 * gaps.mean()  # for random gaps the two are equal
 
 
 # --------------------------------------------------------------------------------------------------
@@ -85,7 +84,7 @@ def test_pairs_lie_within_documents_and_sentinels_have_no_score():
     texts = (BOS_ID, *b"abacab", EOS_ID), (BOS_ID, *b"ba", EOS_ID), (*b"d",), (BOS_ID, PAD_ID)
     ids = torch.tensor([[i for text in texts for i in text]])
     counts = model(ids, ids, noise_seed=0).boundary_counts
-    assert counts[:N_BINS].sum() == 12  # scores of all bytes but EOS and PAD
+    assert counts[:N_BINS].sum() == 12  # EOS and PAD have no score
     model.update_boundaries(counts, 2.5)
     a, b, c = b"abc"
     pairs = predictor.pairs
@@ -101,13 +100,13 @@ def test_pairs_lie_within_documents_and_sentinels_have_no_score():
     }
 
 
-@pytest.mark.parametrize("row", ([PAD_ID] * 8, [EOS_ID] * 8, [BOS_ID] * 8), ids=str)
-def test_a_step_without_a_pair_of_bytes_leaves_all_buffers_finite(row):
-    """Without a score the threshold stays as it is."""
+@pytest.mark.parametrize("sequence", ([PAD_ID] * 8, [EOS_ID] * 8, [BOS_ID] * 8), ids=str)
+def test_step_without_byte_pairs_keeps_all_buffers_finite(sequence):
+    """Without scores the threshold does not change."""
     model = learner()
     model.boundary_predictor.init_weights()
     before = model.boundary_predictor.threshold.clone()
-    for ids in (torch.tensor([row]), text(1, 32)):
+    for ids in (torch.tensor([sequence]), text(1, 32)):
         out = model(ids, ids.masked_fill(ids == PAD_ID, -100), noise_seed=0)
         model.update_boundaries(out.boundary_counts, out.nats_per_byte.item())
         if ids[0, 0] in (PAD_ID, EOS_ID):
@@ -117,7 +116,7 @@ def test_a_step_without_a_pair_of_bytes_leaves_all_buffers_finite(row):
 
 
 # --------------------------------------------------------------------------------------------------
-# Learned boundaries: what the regression learns of a pass
+# Learned boundaries: the predictor's losses
 
 PREDICTOR = "boundary_predictor."
 BY_BYTE = dict(
@@ -127,7 +126,7 @@ BY_BYTE = dict(
     aux_loss_weight=0.0,
     z_loss_weight=0.0,
     ponder_weight=0.0,
-)  # only terms that are means over bytes
+)  # leaves only loss terms that are means over bytes
 
 
 def learner() -> Spider:
@@ -135,10 +134,10 @@ def learner() -> Spider:
     return awake(small_config(**BY_BYTE), dtype=torch.float64)
 
 
-def test_the_gain_is_the_change_of_the_loss_if_bytes_receive_the_segment_before_instead(
+def test_gain_is_the_loss_change_from_unpooling_the_previous_segment(
     monkeypatch,
 ):
-    """Compare with finite differences. Boundaries at bytes without a label do not count."""
+    """Compare with finite differences. Only boundaries at labelled bytes count."""
     model = learner()
     ids = documents(31, 17, 12)
     labels = text(1, 60, seed=3)
@@ -152,15 +151,15 @@ def test_the_gain_is_the_change_of_the_loss_if_bytes_receive_the_segment_before_
     model.predict_boundaries = lambda x: predicted.append(predict(x)) or predicted[-1]
     out = model(ids, labels, noise_seed=0)
     predicted[0].retain_grad()
-    (5 * out.loss).backward()  # also under another weight of the loss
+    (5 * out.loss).backward()  # the gain must not depend on the weight of the loss
     grad = predicted[0].grad[:, 1]
     assert grad.nonzero().flatten().tolist() == labelled
     slope_of_error = 2 * boundaries.LOSS_WEIGHT * 5 / 56 / model.config.boundary_rate
     gains = (predicted[0][:, 1] - grad / slope_of_error).detach()
 
     def loss(end: int, step: float, unpool=Spider.unpool) -> Tensor:
-        """Compute the loss with the bytes after a boundary moved by `step` away from the segment
-        before."""
+        """Return the loss if bytes after boundary `end` receive their segment plus `step` times its
+        difference to the previous segment."""
 
         def moved(self, z, null, b, *given, back=0):
             whole = unpool(self, z, null, b, *given, back=back)
@@ -178,8 +177,8 @@ def test_the_gain_is_the_change_of_the_loss_if_bytes_receive_the_segment_before_
 
 
 @pytest.mark.parametrize("nats, target", ((2.0, 2.0), (50.0, 3.0), (-50.0, -3.0)))
-def test_a_gain_beyond_three_nats_counts_as_three(nats, target):
-    """Bytes 1 and 2 receive their segment instead of zero; a nat weighs half of the loss."""
+def test_gains_are_clamped_to_three_nats(nats, target):
+    """Bytes 1 and 2 receive their segment instead of zero; one nat is half of the loss."""
     gain = torch.full((3,), 0.3, requires_grad=True)
     unpooled = torch.tensor([[0.0], [1.0], [1.0]])
     ends = torch.tensor([0.0, 1.0, 0.0])
@@ -189,14 +188,14 @@ def test_a_gain_beyond_three_nats_counts_as_three(nats, target):
     torch.testing.assert_close(gain.grad, torch.tensor([0, slope, 0]))
 
 
-def test_surprise_is_fitted_to_losses_up_to_twelve_nats():
+def test_surprise_targets_are_clamped_to_twelve_nats():
     losses = torch.tensor([4.0, 50.0, 4.0])
     has_label = torch.tensor([True, True, False])
     loss = boundaries.surprise_loss(torch.full((3,), 2.75), losses, has_label)
     torch.testing.assert_close(loss, torch.tensor(boundaries.LOSS_WEIGHT * (1.25**2 + 9.25**2)))
 
 
-def test_the_predictor_changes_no_value_and_no_other_gradient(monkeypatch):
+def test_predictor_changes_no_output_and_no_other_gradient(monkeypatch):
     ids = documents(20, 25, 3)
 
     def logits_and_gradients():
@@ -220,7 +219,7 @@ def test_the_predictor_changes_no_value_and_no_other_gradient(monkeypatch):
             torch.testing.assert_close(grad, unobserved[name], rtol=1e-10, atol=1e-14, msg=name)
 
 
-def test_a_loss_other_than_the_models_leaves_the_gain_without_a_gradient():
+def test_external_loss_gives_the_predictor_no_gradient():
     model = learner()
     ids = text(2, 24)
     F.cross_entropy(model(ids, noise_seed=0).logits.flatten(0, 1), ids.flatten()).backward()

@@ -1,7 +1,7 @@
-"""torch.compile: each kind of layer is one graph, few graphs serve every size, and the choice of
---compile. An eager step on a GPU, and on a CPU that stands in for one.
+"""torch.compile: one graph per kind of layer, few graphs for all sizes, the choices of --compile.
+Eager steps on a GPU, or on a CPU that stands in for it.
 
-On a CPU, layers take the form that they have on a GPU; graphs are made, but not translated to
+On a CPU, layers take the form that they have on a GPU; graphs are captured, but not translated to
 kernels."""
 
 import math
@@ -56,7 +56,7 @@ def forget_graphs():
 
 @pytest.fixture
 def as_on_a_gpu(monkeypatch):
-    """Use a kernel for documents in attention."""
+    """Let attention use the kernel for packed documents."""
     build = Packing.build
 
     def without_buckets(*args):
@@ -72,7 +72,7 @@ def as_on_a_gpu(monkeypatch):
 
 
 def model_as_on_a_gpu(recompute: bool = True, dtype=torch.bfloat16, **changes) -> Spider:
-    """Make a model with masked halted segments and products in bf16."""
+    """Make a model that masks halted segments and multiplies in bf16."""
     model = awake(small_config(**changes))
     model.compute_dtype = dtype
     model.core.drop_halted = False
@@ -80,17 +80,17 @@ def model_as_on_a_gpu(recompute: bool = True, dtype=torch.bfloat16, **changes) -
     return model
 
 
-def check_near(ours: dict, others: dict, exact: dict, times: float, share: float):
-    """Check that tensors are off by at most so many times as far as others, and this share."""
+def check_near(ours: dict, others: dict, exact: dict, times: float, rtol: float):
+    """Check that each error is at most `times` the error of `others` plus `rtol` of the norm."""
     assert ours.keys() == exact.keys()
     for name, tensor in exact.items():
         if tensor is not None:
-            within = times * (others[name] - tensor).norm() + share * tensor.norm() + 1e-4
+            within = times * (others[name] - tensor).norm() + rtol * tensor.norm() + 1e-4
             assert (ours[name] - tensor).norm() <= within, name
 
 
 class Graphs:
-    """A backend that keeps the operations of its graphs, forward and backward, and runs them
+    """A backend that records the operations of its forward and backward graphs and runs them
     unchanged."""
 
     def __init__(self):
@@ -111,10 +111,10 @@ class Graphs:
 
 
 @pytest.mark.slow
-def test_compiled_layers_are_one_graph_each_with_the_gradients_of_eager_ones(as_on_a_gpu):
-    """Recomputation is part of the backward graph, but never routing."""
+def test_compiled_layers_are_one_graph_each_with_eager_gradients(as_on_a_gpu):
+    """The backward graph contains the recomputation, but never routing."""
     ids = torch.cat([documents(30, 20, 14), text(1, 64)])
-    products = {}  # matrix products in backward, by whether the core is recomputed
+    products = {}  # matrix products in backward, with and without recomputing the core
     for recompute in (True, False):
         graphs = Graphs()
 
@@ -130,10 +130,9 @@ def test_compiled_layers_are_one_graph_each_with_the_gradients_of_eager_ones(as_
         _, eager = loss_and_gradients(torch.bfloat16, compiled=False)
         loss, ours = loss_and_gradients(torch.bfloat16, compiled=True)
         assert loss == pytest.approx(exact_loss, rel=1e-3)
-        check_near(ours, eager, exact, times=2, share=0.02)
-        # Byte layers are one kind; those of the core are two, with memory and without, in the first
-        # loop and in later ones. So is the injection, in the first loop and in later ones. What the
-        # memory computes once is the last.
+        check_near(ours, eager, exact, times=2, rtol=0.02)
+        # 1 byte layer; 4 core layers, with and without memory, in the first and in later loops;
+        # 2 injections, in the first and in later loops; 1 for what the memory computes once.
         assert len(graphs.forward) == len(graphs.backward) == 8
         backward = [target for graph in graphs.backward for target in graph]
         assert any("aten.sort" in target for graph in graphs.forward for target in graph)
@@ -142,7 +141,7 @@ def test_compiled_layers_are_one_graph_each_with_the_gradients_of_eager_ones(as_
     assert products[True] > products[False]
 
 
-def test_layers_in_emulated_fp8_are_one_graph_each_with_the_gradients_of_eager_ones(as_on_a_gpu):
+def test_compiled_fp8_layers_are_one_graph_each_with_eager_gradients(as_on_a_gpu):
     ids = text(2, 32)
     results = []
     for compiled in (False, True):
@@ -157,12 +156,12 @@ def test_layers_in_emulated_fp8_are_one_graph_each_with_the_gradients_of_eager_o
     eager, compiled = results
     for name, grad in eager.items():
         if grad is not None:
-            # e5m2 has two bits, so that sums in another order may differ by a fifth
+            # e5m2 has two mantissa bits, so a different order of sums may change results by a fifth
             assert (compiled[name] - grad).norm() <= 0.3 * grad.norm(), name
 
 
-def test_no_graph_is_added_after_the_first_step_for_other_bytes_and_settings(as_on_a_gpu):
-    """Other numbers of segments, documents and loops; other dropout, halting and rates."""
+def test_later_steps_of_any_size_and_settings_add_no_graph(as_on_a_gpu):
+    """Vary the numbers of segments, documents and loops, dropout, halting and rates."""
     model = model_as_on_a_gpu()
     model.compile_layers(backend="eager", fullgraph=True)
     optimizers = Optimizers(model, "adamw")
@@ -186,7 +185,7 @@ def test_no_graph_is_added_after_the_first_step_for_other_bytes_and_settings(as_
     assert not torch._dynamo.utils.counters["graph_break"]
 
 
-def test_only_passes_with_gradients_are_compiled_until_layers_are_uncompiled():
+def test_only_passes_with_gradients_run_compiled():
     def never(module, inputs):
         raise AssertionError("compiled")
 
@@ -202,7 +201,7 @@ def test_only_passes_with_gradients_are_compiled_until_layers_are_uncompiled():
     model(text(2, 32), noise_seed=0)
 
 
-def test_a_core_whose_graph_would_break_stays_uncompiled_for_a_reason():
+def test_core_with_a_graph_break_stays_uncompiled_with_a_reason():
     model = Spider(small_config())
     assert "only in bf16" in model.compile_layers(backend="eager")
     model.compute_dtype = torch.bfloat16
@@ -215,11 +214,11 @@ def test_a_core_whose_graph_would_break_stays_uncompiled_for_a_reason():
     assert model.core.layers[0].compiled is not None
 
 
-def test_experts_in_fp32_run_uncompiled_inside_a_compiled_function():
+def test_fp32_experts_run_uncompiled_inside_a_compiled_function():
     forget_graphs()
-    rows = torch.linspace(-1, 1, 8 * 16).view(8, 16)
+    tokens = torch.linspace(-1, 1, 8 * 16).view(8, 16)
     weights = torch.linspace(-1, 1, 2 * 16 * 16).view(2, 16, 16)
-    operands = (rows, weights, torch.tensor([5, 8], dtype=torch.int32))
+    operands = (tokens, weights, torch.tensor([5, 8], dtype=torch.int32))
     compiled = torch.compile(grouped_product, backend="aot_eager")
     assert torch.equal(compiled(*operands), grouped_product(*operands))
     assert torch._dynamo.utils.counters["graph_break"]
@@ -227,7 +226,7 @@ def test_experts_in_fp32_run_uncompiled_inside_a_compiled_function():
 
 @pytest.fixture
 def gpu(monkeypatch):
-    """Pretend that there is a GPU, on which torch.compile works or not."""
+    """Fake a GPU on which torch.compile works, or fails because of `obstacle`."""
 
     def pretend(obstacle=None):
         monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (9, 0))
@@ -238,7 +237,7 @@ def gpu(monkeypatch):
     return pretend
 
 
-def test_compilation_that_fails_is_an_error_under_on_and_a_line_under_auto(gpu, new_log):
+def test_missing_compiler_is_an_error_under_on_and_logged_under_auto(gpu, new_log):
     machine.start_log()
     device = gpu(obstacle="there is no Triton")
     assert not resolve_compile("auto", device)
@@ -250,7 +249,7 @@ def test_compilation_that_fails_is_an_error_under_on_and_a_line_under_auto(gpu, 
     assert resolve_compile("on", CPU)
 
 
-def test_the_test_of_the_compiler_finds_errors_with_and_without_a_message_and_wrong_values(
+def test_compiler_check_finds_errors_and_wrong_values(
     monkeypatch,
 ):
     def broken(*message):
@@ -273,7 +272,7 @@ def test_the_test_of_the_compiler_finds_errors_with_and_without_a_message_and_wr
 
 
 @pytest.mark.parametrize("compile, status", (("on", 2), ("auto", 0)))
-def test_layers_that_fail_to_compile_run_uncompiled_under_auto_and_end_the_run_under_on(
+def test_compile_failure_ends_the_run_under_on_but_not_under_auto(
     compile, status, tmp_path, shards, monkeypatch, capsys
 ):
     def broken(function, **settings):
@@ -297,13 +296,13 @@ def test_layers_that_fail_to_compile_run_uncompiled_under_auto_and_end_the_run_u
 # Steps on a GPU
 
 SMALL_1B = PRESETS["1b"] | dict(
-    # multiples of 16, which products in FP8 need
+    # multiples of 16, for FP8 products
     qk_nope_head_dim=16,
     qk_rope_head_dim=16,
     v_head_dim=32,
     n_experts_per_tok=4,
     byte_window=24,
-    engram_byte_rows=230,  # so that the first micro-step's lookups are summed
+    engram_byte_rows=230,  # few enough that lookups of the first micro-step are summed
 )
 DEVICES = pytest.mark.parametrize(
     "device", (CPU, pytest.param(GPU, marks=pytest.mark.gpu)), ids=("stand-in", "gpu")
@@ -314,22 +313,22 @@ def model_on(device: torch.device, **changes) -> Spider:
     """Make a model whose segments and experts do not depend on rounding."""
     model = awake(small_config(**changes)).to(device)
     if model.config.boundaries == "learned":
-        # Segments end by the bytes alone.
+        # Only bytes decide the boundaries.
         model.boundary_predictor.steps.zero_()
     for layer in model.core.layers:
-        # Experts are chosen by the bias alone.
+        # Only the bias chooses experts.
         layer.moe.expert_bias += torch.arange(0, 40, 10, device=device)
     return model
 
 
 def batches_on(device: torch.device, step: int = 0) -> list[Batch]:
-    """Make the batches of the two micro-steps of a step."""
+    """Make the batches of a step's two micro-steps."""
     ids = torch.cat([documents(30, 20, 14, seed=step), text(2, 64, seed=step)])
     return [Batch.of(part, part, seed).to(device) for seed, part in enumerate(ids.split(2))]
 
 
 def gradients_on(device: torch.device, precision: str) -> tuple[float, dict[str, torch.Tensor]]:
-    """Return the loss and, by name, the gradients of an eager step of a small `1b`."""
+    """Return the loss and the gradients by name of an eager step of a small `1b`."""
     model = model_on(device, **SMALL_1B)
     model.compute_dtype = torch.float32 if precision == "fp32" else torch.bfloat16
     batches = batches_on(device)
@@ -348,7 +347,7 @@ def gradients_on_a_cpu():
 
 @pytest.mark.parametrize("precision", ("bf16", "fp8"))
 @DEVICES
-def test_gradients_of_a_step_on_a_gpu_or_its_stand_in_are_about_as_near_to_fp32_as_on_a_cpu(
+def test_gradients_of_a_step_on_a_gpu_are_as_near_fp32_as_on_a_cpu(
     device, precision, gradients_on_a_cpu
 ):
     if device == GPU and precision == "fp8" and not has_fp8():
@@ -358,12 +357,12 @@ def test_gradients_of_a_step_on_a_gpu_or_its_stand_in_are_about_as_near_to_fp32_
     _, exact = gradients_on_a_cpu["fp32"]
     loss_on_cpu, on_cpu = gradients_on_a_cpu[precision]
     assert loss == pytest.approx(loss_on_cpu, rel=1e-3)
-    check_near(tensors, on_cpu, exact, times=3, share=0.05)
+    check_near(tensors, on_cpu, exact, times=3, rtol=0.05)
 
 
 def updates_on(device: torch.device, **changes) -> dict[str, torch.Tensor]:
-    """Run two steps by Muon in fp32, whose gradients are clipped, and one with infinite gradients,
-    which must not change anything; return the changes of weights and buffers by name."""
+    """Run two steps of Muon in fp32 with clipped gradients, then a step with infinite gradients,
+    which must change nothing; return the changes of weights and buffers by name."""
     model = model_on(device, **changes)
     optimizers = Optimizers(model)
     before = weights_of(model)
@@ -382,14 +381,12 @@ def updates_on(device: torch.device, **changes) -> dict[str, torch.Tensor]:
     "changes", (SMALL_1B, SMALL_1B | dict(n_experts_per_tok=1), {}), ids=("1b", "top-1", "original")
 )
 @DEVICES
-def test_a_step_on_a_gpu_or_its_stand_in_changes_every_weight_and_buffer_as_on_a_cpu(
-    device, changes, monkeypatch
-):
+def test_a_step_on_a_gpu_changes_weights_and_buffers_as_on_a_cpu(device, changes, monkeypatch):
     monkeypatch.setattr("spider.training.optim.has_bf16", lambda device: False)
     expected = updates_on(CPU, **changes)
     with stand_in_gpu() if device == CPU else nullcontext():
         changed = updates_on(device, **changes)
-    within = 3e-4 if device == CPU else 0.01  # by the order of sums
+    within = 3e-4 if device == CPU else 0.01  # the order of sums differs
     for name, change in expected.items():
         difference = (changed[name] - change).double()
         assert difference.norm() <= within * change.double().norm(), name
@@ -398,7 +395,7 @@ def test_a_step_on_a_gpu_or_its_stand_in_changes_every_weight_and_buffer_as_on_a
 @pytest.mark.gpu
 @pytest.mark.parametrize("precision", ("bf16", "fp8"))
 def test_compiled_training_on_a_gpu_follows_eager_training(precision):
-    """Ten steps of many sizes: losses agree, and no graph is added after the two warm-up passes."""
+    """Ten steps of varying sizes: losses agree, and only the two warm-up passes add graphs."""
     world = world_of("cuda")
     losses = {"off": [], "on": []}
     if precision == "fp8" and not has_fp8():

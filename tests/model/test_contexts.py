@@ -1,5 +1,5 @@
-"""Contexts: the ends of words, the hash of a span, keys that memories share. test_memory.py tests
-every kind of context."""
+"""Contexts: word ends, the hash of a span, keys shared by memories. test_memory.py tests every kind
+of context."""
 
 from contextlib import nullcontext
 from itertools import combinations
@@ -25,14 +25,14 @@ from stand_in_gpu import stand_in_gpu
         ("\u0434\u0430\u00a0\u0438\u2026".encode(), b"____x___x__"),
     ),
 )
-def test_words_end_at_the_first_byte_that_is_not_part_of_a_word(given, ends):
+def test_word_ends_are_the_first_bytes_after_words(given, ends):
     ids = torch.tensor(list(given))
     is_end = word_ends(ids, torch.arange(len(ids)))
     assert "".join("x" if end else "_" for end in is_end) == ends.decode()
 
 
-def test_hash_of_a_span_is_the_sum_over_its_bytes_mod_2_to_the_64():
-    """Spans of the six bytes in the docstring of PastBytes; `ab` has one hash in both places."""
+def test_hash_of_a_span_is_a_sum_over_its_bytes_modulo_2_64():
+    """The six bytes are the example in PastBytes's docstring; both spans `ab` have the same hash."""
     given = b"xab ab"
     index = torch.arange(6)
     past = PastBytes(torch.tensor(list(given)), index, index)
@@ -45,7 +45,7 @@ def test_hash_of_a_span_is_the_sum_over_its_bytes_mod_2_to_the_64():
 
 
 @pytest.mark.parametrize("unit, end, reach", (("word", b"a ", 31), ("line", b"\n", 255)))
-def test_the_end_of_a_word_is_found_within_31_bytes_and_that_of_a_line_within_255(unit, end, reach):
+def test_word_ends_are_found_within_31_bytes_and_line_ends_within_255(unit, end, reach):
     ids = torch.tensor([*end, *b"x" * 300])
     index = torch.arange(len(ids))
     since = PastBytes(ids, index, index).since(unit, 1)
@@ -53,7 +53,7 @@ def test_the_end_of_a_word_is_found_within_31_bytes_and_that_of_a_line_within_25
 
 
 @pytest.mark.parametrize("device", (nullcontext, stand_in_gpu))
-def test_all_memories_of_a_pass_share_the_keys_of_bytes_and_those_of_segments(device, monkeypatch):
+def test_memories_of_a_pass_share_the_keys_of_contexts(device, monkeypatch):
     model = awake(small_config(**PRESETS["1b"]))
     computed = []
 

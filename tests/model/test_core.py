@@ -15,10 +15,10 @@ from spider_model import Halting, Spider
 from stand_in_gpu import stand_in_gpu
 
 # --------------------------------------------------------------------------------------------------
-# The state over loops
+# Loops
 
 
-def test_the_state_stays_bounded_since_its_decay_is_between_0_and_1_for_any_parameters():
+def test_decay_is_between_0_and_1_for_any_parameters():
     core = Spider(small_config()).core
     for log_A, dt in product((-1e6, -20.0, 0.0, 20.0, 1e6), repeat=2):
         with torch.no_grad():
@@ -42,7 +42,7 @@ def test_loops_beyond_training_use_the_last_adapter():
 # Routing
 
 
-def test_recomputation_keeps_the_first_routing_even_if_the_scores_change(monkeypatch):
+def test_recomputation_reuses_the_routing_even_if_scores_change(monkeypatch):
     model = awake(small_config(n_recurrent_layers=1, n_loops=1, engram_layers=()))
     model.recompute = "core"
     ids = text(2, 32)
@@ -62,8 +62,8 @@ def test_recomputation_keeps_the_first_routing_even_if_the_scores_change(monkeyp
 # Halting
 
 
-def test_act_weights_are_p_until_the_sum_reaches_the_threshold_and_then_the_remainder():
-    """The sum of the last segment is equal to the threshold."""
+def test_act_weights_are_p_then_the_remainder_at_the_threshold():
+    """The last segment's sum equals the threshold."""
     # [segment, loop]
     p = torch.tensor([[0.2, 0.3, 0.1], [0.9375, 0.5, 0.1], [0.5, 0.375, 0.9], [0.5, 0.25, 0.9]])
     weights = torch.tensor([[0.2, 0.3, 0.5], [1, 0, 0], [0.5, 0.5, 0], [0.5, 0.5, 0]])
@@ -86,14 +86,14 @@ def test_act_weights_are_p_until_the_sum_reaches_the_threshold_and_then_the_rema
     ),
     ids=str,
 )
-def test_dropping_halted_rows_gives_the_results_of_masking_them(changes, recompute, at_once):
-    """Even if all segments, or all of a document, have halted."""
+def test_dropping_halted_segments_equals_masking_them(changes, recompute, at_once):
+    """This holds even if all segments, or all segments of a document, have halted."""
     config = small_config(n_loops=5, n_recurrent_layers=3, engram_layers=(1, 2), **changes)
     ids = documents(30, 2, 70, 1, 25)
     labels = text(1, 128, seed=9)
 
     def run(drop_halted: bool):
-        """Return the output of a pass, its gradients, and the number of loops that it ran."""
+        """Return a pass's output, gradients, and number of loops."""
         model = awake(config, dtype=torch.float64)
         model.core.drop_halted = drop_halted
         model.recompute = recompute
@@ -105,7 +105,7 @@ def test_dropping_halted_rows_gives_the_results_of_masking_them(changes, recompu
         out = model(ids, labels, noise_seed=3, dropout=0.3)
         hook.remove()  # before recomputation
         out.loss.backward()
-        # parameters of loops that do not run have no gradient
+        # parameters of skipped loops have no gradient
         grads = {
             name: torch.zeros_like(p) if p.grad is None else p.grad
             for name, p in model.named_parameters()
@@ -127,17 +127,17 @@ def test_dropping_halted_rows_gives_the_results_of_masking_them(changes, recompu
 
 
 @pytest.mark.parametrize("on_gpu", (False, True))
-def test_halted_segments_are_computed_once_more_and_then_dropped(on_gpu):
-    """All segments but the last halt in the first loop. A GPU computes all rows in a full pass, so
-    as not to wait."""
+def test_halted_segments_run_one_more_loop_and_are_then_dropped(on_gpu):
+    """All segments except the last halt in the first loop. A full pass on a GPU never drops
+    segments, because the host would wait."""
     model = awake(small_config(boundaries="words", n_loops=4)).eval()
     model.core.halt = lambda h: F.pad(h.new_ones(len(h) - 1), (0, 1))
-    rows = []
+    tokens = []
     layer = model.core.layers[0]
-    layer.register_forward_pre_hook(lambda module, args: rows.append(len(args[0])))
+    layer.register_forward_pre_hook(lambda module, args: tokens.append(len(args[0])))
     words = torch.tensor([[*b"ab " * 16]])
     with stand_in_gpu() if on_gpu else nullcontext():
         model.step(words, model.decoding_state())
         with torch.no_grad():
             model(words)
-    assert rows == [16, 16, 1, 1] + ([16] * 4 if on_gpu else [16, 16, 1, 1])
+    assert tokens == [16, 16, 1, 1] + ([16] * 4 if on_gpu else [16, 16, 1, 1])

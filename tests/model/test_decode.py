@@ -1,5 +1,4 @@
-"""Decoding step by step equals the full pass at every byte, and generation writes what decoding
-predicts."""
+"""Decoding step by step equals the full pass at every byte; generation samples from its logits."""
 
 import math
 import threading
@@ -14,7 +13,7 @@ from spider_model import Spider
 from table import EVERY_VARIANT_IN_TIME
 from tokenizer import BOS_ID, EOS_ID, PAD_ID
 
-LOOPS = 5  # more than the three that the models here are trained for
+LOOPS = 5  # more than the models' n_loops=3
 
 
 def halting_model(**changes) -> Spider:
@@ -28,28 +27,28 @@ def halting_model(**changes) -> Spider:
     return model
 
 
-def rows_of_documents() -> torch.Tensor:
-    """Return three rows [3, 48] whose documents and segments end at different bytes: BOS without
-    EOS, EOS without BOS, PAD, spaces."""
-    rows = torch.cat((documents(48), documents(11, 2, 30, 5, seed=1), text(1, 48, seed=2)))
-    rows[0, 1::5] = ord(" ")
-    rows[0, :30:10] = ord("\n")
-    rows[2, 9] = EOS_ID
-    rows[2, 20] = BOS_ID
-    rows[2, 33:36] = PAD_ID
-    return rows
+def sequences_of_documents() -> torch.Tensor:
+    """Return three sequences [3, 48] whose documents and segments end at different bytes: BOS
+    without EOS, EOS without BOS, PAD, spaces."""
+    sequences = torch.cat((documents(48), documents(11, 2, 30, 5, seed=1), text(1, 48, seed=2)))
+    sequences[0, 1::5] = ord(" ")
+    sequences[0, :30:10] = ord("\n")
+    sequences[2, 9] = EOS_ID
+    sequences[2, 20] = BOS_ID
+    sequences[2, 33:36] = PAD_ID
+    return sequences
 
 
-def step_logits(model: Spider, rows: torch.Tensor, ends: list[int]) -> torch.Tensor:
-    """Feed rows in steps that end before the bytes `ends`; return the logits of all."""
-    state = model.decoding_state(len(rows), LOOPS)
-    steps = rows.tensor_split(ends, dim=1)
+def step_logits(model: Spider, sequences: torch.Tensor, ends: list[int]) -> torch.Tensor:
+    """Feed sequences in steps that end before the bytes `ends`; return the logits of all bytes."""
+    state = model.decoding_state(len(sequences), LOOPS)
+    steps = sequences.tensor_split(ends, dim=1)
     return torch.cat([model.step(ids, state) for ids in steps], dim=1)
 
 
 @torch.no_grad()
-def full_pass(model: Spider, rows: torch.Tensor):
-    return model(rows, n_loops=LOOPS)
+def full_pass(model: Spider, sequences: torch.Tensor):
+    return model(sequences, n_loops=LOOPS)
 
 
 def assert_equal(ours: torch.Tensor, expected: torch.Tensor):
@@ -59,21 +58,21 @@ def assert_equal(ours: torch.Tensor, expected: torch.Tensor):
 @EVERY_VARIANT_IN_TIME
 def test_steps_equal_the_full_pass_at_every_byte(changes):
     model = halting_model(**changes)
-    rows = rows_of_documents()
-    full = full_pass(model, rows)
+    sequences = sequences_of_documents()
+    full = full_pass(model, sequences)
     for ends in ([], [*range(1, 20), 26, 35, *range(36, 48)]):
-        assert_equal(step_logits(model, rows, ends), full.logits)
+        assert_equal(step_logits(model, sequences, ends), full.logits)
     if model.core is not None and model.config.act:
         assert 1.1 < full.mean_loops < 4.5
 
 
-def test_a_prompt_longer_than_a_piece_is_read_in_several():
+def test_long_prompt_is_read_in_pieces():
     model = halting_model()
     prompt = text(2, PIECE + 30)
     assert_equal(step_logits(model, prompt, [20]), full_pass(model, prompt).logits)
 
 
-def test_a_long_text_doubles_the_cache_slots_and_a_new_document_frees_them():
+def test_cache_grows_by_doubling_and_shrinks_at_a_new_document():
     model = halting_model()
     row = torch.cat((documents(150), documents(70, seed=1)), dim=1)
     with torch.no_grad():
@@ -85,7 +84,7 @@ def test_a_long_text_doubles_the_cache_slots_and_a_new_document_frees_them():
         slots.append(state.byte_latents.shape[3])
     for t, count in enumerate(slots[:150]):
         assert t + 1 <= count <= max(16, 2 * t + 2)
-    assert len(set(slots[:150])) < 8  # seldom copied
+    assert len(set(slots[:150])) < 8  # the cache is seldom copied
     assert slots[-1] < slots[149]
     distances = SegmentEngram.tap_distances(model.config)
     assert state.convolved.shape[3] <= 2 * max(16, distances[-1] + 1)
@@ -93,40 +92,40 @@ def test_a_long_text_doubles_the_cache_slots_and_a_new_document_frees_them():
     assert state.byte_latents.shape[-1] == state.segment_latents.shape[-1] == 16 + 8
 
 
-def test_the_core_runs_only_for_rows_in_which_a_segment_ends_and_for_its_loops():
+def test_core_runs_only_for_ended_segments_and_only_their_loops():
     model = halting_model(boundaries="words")
-    rows = torch.full((3, 5), ord("x"))
-    rows[1, 2] = rows[2, 2] = rows[2, 4] = ord(" ")
-    segments = []  # at each visit of the first layer
+    sequences = torch.full((3, 5), ord("x"))
+    sequences[1, 2] = sequences[2, 2] = sequences[2, 4] = ord(" ")
+    segments = []  # per visit of the first layer
     model.core.layers[0].register_forward_pre_hook(
         lambda module, args: segments.append(len(args[0]))
     )
-    # halts in the second loop, and is computed in a third
+    # segments halt in the second loop, and run a third
     model.core.halt = lambda h: h.new_full((len(h),), 0.6)
-    step_logits(model, rows, [1, 2, 3, 4])
+    step_logits(model, sequences, [1, 2, 3, 4])
     assert segments == [2] * 3 + [1] * 3
     segments.clear()
-    step_logits(model, rows, [])
-    assert segments == [3] * 3  # all segments of a prompt together
+    step_logits(model, sequences, [])
+    assert segments == [3] * 3  # all segments of a prompt at once
 
 
-def test_copied_picked_and_saved_states_continue_independently(tmp_path):
+def test_copied_reordered_and_saved_states_continue_independently(tmp_path):
     model = halting_model()
-    rows = rows_of_documents()
-    full = full_pass(model, rows).logits
+    sequences = sequences_of_documents()
+    full = full_pass(model, sequences).logits
     state = model.decoding_state(3, LOOPS)
-    model.step(rows[:, :29], state)
+    model.step(sequences[:, :29], state)
     copied = state.copy()
     picked = state.copy([2, 0, 0])
     torch.save(vars(state.copy()), tmp_path / "state.pt")
     loaded = DecodingState(**torch.load(tmp_path / "state.pt", weights_only=True))
-    model.step(text(3, 15, seed=8), copied)  # must change no other
-    assert_equal(model.step(rows[[2, 0, 0], 29:], picked), full[[2, 0, 0], 29:])
-    assert_equal(model.step(rows[:, 29:], state), full[:, 29:])
-    assert_equal(model.step(rows[:, 29:], loaded), full[:, 29:])
+    model.step(text(3, 15, seed=8), copied)  # must not change the other states
+    assert_equal(model.step(sequences[[2, 0, 0], 29:], picked), full[[2, 0, 0], 29:])
+    assert_equal(model.step(sequences[:, 29:], state), full[:, 29:])
+    assert_equal(model.step(sequences[:, 29:], loaded), full[:, 29:])
 
 
-def test_a_step_of_few_bytes_takes_one_thread_and_puts_the_number_back(monkeypatch):
+def test_small_step_uses_one_thread_and_restores_the_thread_count(monkeypatch):
     model = halting_model()  # of width 32
     monkeypatch.setattr("spider.model.decode.ONE_THREAD", 4 * 32**2)
     threads = [3]
@@ -134,8 +133,8 @@ def test_a_step_of_few_bytes_takes_one_thread_and_puts_the_number_back(monkeypat
     monkeypatch.setattr(torch, "set_num_threads", threads.append)
     taken = []
     model.lm_head.register_forward_pre_hook(lambda *_: taken.append(threads[-1]))
-    for rows, length in ((2, 2), (1, 5), (4, 1)):
-        model.step(text(rows, length), model.decoding_state(rows))
+    for sequences, length in ((2, 2), (1, 5), (4, 1)):
+        model.step(text(sequences, length), model.decoding_state(sequences))
     assert taken == [1, 3, 1]
     monkeypatch.setattr(model, "after_core", None)
     with pytest.raises(TypeError):
@@ -143,8 +142,8 @@ def test_a_step_of_few_bytes_takes_one_thread_and_puts_the_number_back(monkeypat
     assert threads[-2:] == [1, 3]
 
 
-def test_a_python_thread_that_begins_during_another_ones_step_leaves_later_ones_their_number():
-    """torch begins a Python thread with the number that was set last in the process."""
+def test_concurrent_small_steps_restore_the_thread_count():
+    """torch starts a Python thread with the count that any thread set last."""
     model = halting_model()
     numbers = []
 
@@ -168,25 +167,25 @@ def test_a_python_thread_that_begins_during_another_ones_step_leaves_later_ones_
     assert numbers == [1, 3]
 
 
-def test_a_model_in_training_mode_refuses_to_decode():
+def test_decoding_in_training_mode_is_refused():
     model = awake(small_config())
     with pytest.raises(RuntimeError, match="evaluation mode"):
         model.step(text(1, 3), model.decoding_state())
 
 
-def samples(model: Spider, rows: int, count: int, **options) -> list[tuple]:
-    """Continue one prompt in several rows; return the bytes of each, [rows][count]."""
+def samples(model: Spider, sequences: int, count: int, **options) -> list[tuple]:
+    """Continue one prompt several times; return the bytes of each sample, [sequences][count]."""
     state = model.decoding_state()
-    logits = model.step(torch.tensor([[BOS_ID, 65]]), state)[:, -1].expand(rows, -1)
-    steps = model.generate_batch(logits, state.copy([0] * rows), count, **options)
+    logits = model.step(torch.tensor([[BOS_ID, 65]]), state)[:, -1].expand(sequences, -1)
+    steps = model.generate_batch(logits, state.copy([0] * sequences), count, **options)
     return list(zip(*steps, strict=True))
 
 
-def test_samples_of_one_prompt_differ_by_the_generator_alone_and_end_apart():
+def test_samples_depend_only_on_the_generator_and_end_independently():
     model = halting_model()
     with torch.no_grad():  # EOS becomes about as likely as a letter
-        of_letters = model.lm_head.weight[32:127].mean(0)
-        model.lm_head.weight[EOS_ID] = of_letters + 0.3 * torch.randn(32).double()
+        mean_of_letters = model.lm_head.weight[32:127].mean(0)
+        model.lm_head.weight[EOS_ID] = mean_of_letters + 0.3 * torch.randn(32).double()
     first, again = (
         samples(model, 4, 60, generator=torch.Generator().manual_seed(1)) for _ in range(2)
     )
@@ -199,33 +198,33 @@ def test_samples_of_one_prompt_differ_by_the_generator_alone_and_end_apart():
         assert set(row[length:]) <= {None}
 
 
-def test_draws_follow_temperature_top_k_and_top_p_and_never_take_a_sentinel():
+def test_draws_follow_temperature_top_k_and_top_p_and_skip_special_ids():
     logits = torch.full((4000, 272), -50.0)
     logits[:, [65, 66, 67, EOS_ID]] = torch.tensor([0.5, 0.3, 0.15, 0.05]).log()
     logits[:, [PAD_ID, BOS_ID, 265]] = 10.0
     before = logits.clone()
 
-    def shares(temperature=1.0, top_k=None, top_p=None):
-        """Return the share of each id among 4000 draws."""
+    def frequencies(temperature=1.0, top_k=None, top_p=None):
+        """Return the frequency of each id among 4000 draws."""
         ids = draw(logits, temperature, top_k, top_p, torch.Generator().manual_seed(0))
         return {int(i): float((ids == i).float().mean()) for i in ids.unique()}
 
     for only_the_likeliest in (
-        shares(temperature=0),
-        shares(temperature=1e-300),
-        shares(top_k=1),
-        shares(top_p=1e-50),
-        shares(top_k=2, top_p=0.6),
+        frequencies(temperature=0),
+        frequencies(temperature=1e-300),
+        frequencies(top_k=1),
+        frequencies(top_p=1e-50),
+        frequencies(top_k=2, top_p=0.6),
     ):
         assert only_the_likeliest == {65: 1.0}
-    for all_ids in (shares(), shares(top_k=999)):
+    for all_ids in (frequencies(), frequencies(top_k=999)):
         assert all_ids.keys() == {65, 66, 67, EOS_ID}
         assert abs(all_ids[66] - 0.3) < 0.03
-    for two in (shares(top_k=2), shares(top_p=0.7)):
+    for two in (frequencies(top_k=2), frequencies(top_p=0.7)):
         assert two.keys() == {65, 66}
     squares = 0.25 + 0.09 + 0.0225 + 0.0025
-    assert abs(shares(temperature=0.5)[65] - 0.25 / squares) < 0.03
+    assert abs(frequencies(temperature=0.5)[65] - 0.25 / squares) < 0.03
     assert torch.equal(logits, before)
     logits[:, : EOS_ID + 1] = -math.inf
     logits[:, 65:67] = 0.0
-    assert len(shares(top_p=0.5)) == 1  # one of two
+    assert len(frequencies(top_p=0.5)) == 1  # of two equally likely ids

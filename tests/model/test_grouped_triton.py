@@ -1,5 +1,5 @@
-"""Triton's grouped product: values and gradients by Triton's interpreter, which needs no GPU, and
-on a GPU; its kernels as machine code of each architecture."""
+"""Triton's grouped product: values and gradients in Triton's interpreter, which needs no GPU, and
+on a GPU; machine code of its kernels for each architecture."""
 
 import importlib.util
 import os
@@ -16,7 +16,7 @@ from test_tile_moe import check_backend
 from tile_moe import reference_product, resolve_backend
 
 SHAPES = 200
-# shared memory that a block may take, by architecture
+# largest shared memory of a block, by architecture
 KIBIBYTES = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
 TRITON = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="needs Triton: pip install triton"
@@ -25,8 +25,8 @@ TRITON = pytest.mark.skipif(
 
 @pytest.mark.slow
 @TRITON
-def test_the_product_and_its_gradients_equal_experts_in_turn_by_the_interpreter():
-    """In a process of its own, since Triton decides as it is imported whether it interprets."""
+def test_interpreted_product_and_gradients_equal_a_loop_over_experts():
+    """Run in a separate process, because Triton decides on import whether to interpret."""
     done = subprocess.run(
         [sys.executable, __file__],
         capture_output=True,
@@ -39,7 +39,7 @@ def test_the_product_and_its_gradients_equal_experts_in_turn_by_the_interpreter(
 @pytest.mark.gpu
 @TRITON
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
-def test_the_product_passes_the_check_on_a_gpu_and_equals_experts_in_turn_there(dtype):
+def test_gpu_product_passes_its_check_and_equals_a_loop_over_experts(dtype):
     device = torch.device("cuda")
     assert resolve_backend("triton", device, SpiderConfig(), dtype) == ("triton", "")
     for seed in range(20):
@@ -50,9 +50,7 @@ def test_the_product_passes_the_check_on_a_gpu_and_equals_experts_in_turn_there(
 @pytest.mark.slow
 @TRITON
 @pytest.mark.parametrize("architecture", KIBIBYTES)
-def test_kernels_compile_without_spills_into_the_shared_memory_of_a_block(
-    architecture, monkeypatch
-):
+def test_kernels_compile_without_spills_and_fit_shared_memory(architecture, monkeypatch):
     import triton
     from triton.backends.compiler import GPUTarget
 
@@ -79,7 +77,7 @@ def test_kernels_compile_without_spills_into_the_shared_memory_of_a_block(
         (80, 48, torch.bfloat16),  # with blocks of 16
     ):
         weights = torch.empty(32, d, f, dtype=dtype)
-        for n_rows in (512, 32 * 512):  # with small blocks, and with large ones
+        for n_rows in (512, 32 * 512):  # small blocks, large blocks
             rows = torch.empty(n_rows, d, dtype=dtype)
             grad = torch.empty(n_rows, f, dtype=dtype)
             grouped_product(rows, weights, end)
@@ -95,7 +93,7 @@ def test_kernels_compile_without_spills_into_the_shared_memory_of_a_block(
 
 
 def random_counts(draw: random.Random, experts: int) -> list[int]:
-    """Return numbers of rows per expert, around the sizes of blocks."""
+    """Return numbers of rows per expert, near the sizes of blocks."""
     if draw.random() < 0.2:  # one expert gets all rows
         counts = [0] * experts
         counts[draw.randrange(experts)] = draw.randint(1, 300)
@@ -104,10 +102,9 @@ def random_counts(draw: random.Random, experts: int) -> list[int]:
 
 
 def check_product(draw: random.Random, dtype: torch.dtype, device: str = "cpu"):
-    """Compare a product of a random shape and its gradients with those in float64.
+    """Compare a product of random shape and its gradients with float64.
 
-    Each number may be off by the rounding of the result and of a sum in fp32. Rows after the last
-    expert's are NaN.
+    Tolerance: the rounding of the result and of an fp32 sum. Rows after the last expert's are NaN.
     """
     from spider.model import grouped_triton
 
@@ -137,7 +134,7 @@ def check_product(draw: random.Random, dtype: torch.dtype, device: str = "cpu"):
 
     ours = results(grouped_triton.grouped_product, torch.Tensor.clone)
     exact = results(reference_product, torch.Tensor.double)
-    # the sizes of the summands
+    # sums of absolute values bound the rounding
     summands = results(reference_product, lambda t: t.double().abs())
     for number, exact_number, size in zip(ours, exact, summands, strict=True):
         assert number.dtype == dtype
@@ -151,8 +148,7 @@ def check_product(draw: random.Random, dtype: torch.dtype, device: str = "cpu"):
 
 
 def check_operations():
-    """Check what torch.compile is told of the operations: their results' shapes, and the
-    gradient."""
+    """Check what torch.compile knows of the operations: result shapes and the gradient."""
     from spider.model.grouped_triton import grouped_product, weight_grad
 
     rows = torch.randn(48, 32)
@@ -164,8 +160,8 @@ def check_operations():
 
 
 def interpret():
-    """Check random shapes by Triton's interpreter."""
-    import interpreting  # noqa: F401  mends it
+    """Check random shapes in Triton's interpreter."""
+    import interpreting  # noqa: F401  fixes the interpreter
 
     check_operations()
     for seed in range(SHAPES):

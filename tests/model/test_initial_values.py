@@ -1,6 +1,6 @@
-"""Initial values against the table in the docstring of Spider.init_weights, by statistics.
+"""Compare initial values, by statistics, with the table in the docstring of init_weights.
 
-The table's numbers are written here a second time. Statistics are over REPEATS initializations.
+This file repeats the numbers of the table. Statistics are over REPEATS initializations.
 """
 
 import math
@@ -17,8 +17,8 @@ from spider.config import SpiderConfig
 from spider_model import Spider
 from table import EVERY_VARIANT
 
-REPEATS = 8  # halt_predictor.weight, the smallest, then has 512 values
-SIGMAS = 5  # standard errors that an estimate may be off
+REPEATS = 8  # gives halt_predictor.weight, the smallest, 512 values
+SIGMAS = 5  # tolerance of an estimate, in standard errors
 SIZES = dict(hidden_size=64, intermediate_size=112, n_coda_layers=2, n_loops=3, lora_rank=5)
 
 
@@ -27,7 +27,7 @@ def config_of(changes: dict) -> SpiderConfig:
 
 
 def drawn(config: SpiderConfig) -> dict[str, Tensor]:
-    """Return all parameters and buffers of REPEATS initializations by name, [REPEATS, ...]."""
+    """Return parameters and buffers of REPEATS initializations by name, each [REPEATS, ...]."""
     spider = Spider(config)
     values = defaultdict(list)
     torch.manual_seed(0)
@@ -39,13 +39,13 @@ def drawn(config: SpiderConfig) -> dict[str, Tensor]:
 
 
 # --------------------------------------------------------------------------------------------------
-# What a row of the table says of values [REPEATS, ...]
+# Rows of the table, as checks of values [REPEATS, ...]
 
 Check = Callable[[Tensor], None]
 
 
 def normal(variance: float) -> Check:
-    """Values are N(0, variance): mean, deviation, and half of them within 0.6745 deviations."""
+    """Values are N(0, variance): check mean, deviation, and half within 0.6745 deviations."""
 
     def check(values: Tensor):
         z = values.double().flatten() / math.sqrt(variance)
@@ -58,7 +58,7 @@ def normal(variance: float) -> Check:
 
 
 def by_fan_in(dimension: int, divisor: float = 1) -> Check:
-    """Values are N(0, 1 / fan_in / divisor). dimension: of a weight, that of the inputs."""
+    """Values are N(0, 1 / fan_in / divisor). dimension: the weight's dimension of inputs."""
     return lambda values: normal(1 / values.shape[dimension] / divisor)(values)
 
 
@@ -70,13 +70,13 @@ def constant(value: float) -> Check:
 
 
 def surprise_and_gain(values: Tensor):
-    """The second output, the gain, is 0 at the start."""
+    """The second output, the gain, starts at 0."""
     by_fan_in(-1)(values[:, :1])
     constant(0)(values[:, 1])
 
 
 def multiplier_of(order: int) -> Check:
-    """The hash constants of a model's table: odd, from its number in the order of modules."""
+    """Hash constants of a table: odd, seeded by the table's number in the order of modules."""
 
     def check(values: Tensor):
         numbers = torch.Generator().manual_seed(order)
@@ -101,8 +101,7 @@ def begins(expected: list[int]) -> Check:
 
 
 def table_of(c: SpiderConfig) -> dict[str, Check]:
-    """Return the rows by a regular expression for the whole name. The first one that matches
-    applies."""
+    """Return the rows by regular expressions for whole names. The first match applies."""
     depth = c.n_prelude_layers + c.n_recurrent_layers * c.n_loops + c.n_coda_layers
     byte_primes = primes_up_to(c.engram_byte_rows)
     primes = primes_up_to(c.engram_rows)
@@ -110,7 +109,7 @@ def table_of(c: SpiderConfig) -> dict[str, Check]:
     multipliers = [name for name in names if name.endswith("table.multiplier")]
     return {
         r"embed_tokens": normal(1),
-        # Outputs of residual branches, of any module
+        # Outputs of residual branches of any module
         r".*(o_proj|down_proj)\.weight": by_fan_in(-1, 2 * depth),
         r".*moe\.w_down": by_fan_in(-2, 2 * depth),
         r".*moe\.w_(gate|up)": by_fan_in(-2),
@@ -123,7 +122,7 @@ def table_of(c: SpiderConfig) -> dict[str, Check]:
         ),
         r"boundary_predictor\.regression\.2\.weight": surprise_and_gain,
         r"boundary_predictor\.(pairs|entropy|histogram|steps)": constant(0),
-        # of 65,536 steps of a score, those that cut boundary_rate of ties
+        # in the 65,536 steps of a score, the cut that leaves boundary_rate of ties
         r"boundary_predictor\.threshold": constant((1 - c.boundary_rate) * 64 * 16 / 65536),
         r"boundary_predictor\.mean_loss": constant(math.log(c.vocab_size)),
         # The core
@@ -149,7 +148,7 @@ def table_of(c: SpiderConfig) -> dict[str, Check]:
 
 
 @EVERY_VARIANT
-def test_every_parameter_and_buffer_starts_as_its_row_of_the_table_says(changes):
+def test_initial_values_match_the_table(changes):
     config = config_of(changes)
     table = table_of(config)
     for name, values in drawn(config).items():
@@ -158,4 +157,4 @@ def test_every_parameter_and_buffer_starts_as_its_row_of_the_table_says(changes)
         try:
             table[rows[0]](values)
         except AssertionError as fault:
-            raise AssertionError(f"{name} is not as in the row {rows[0]}: {fault}") from fault
+            raise AssertionError(f"{name} does not match the row {rows[0]}: {fault}") from fault

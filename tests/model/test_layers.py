@@ -1,4 +1,4 @@
-"""Layers over rows: Linears that cast their weights, norms."""
+"""Layers over tokens: Linears that cast their weights, norms."""
 
 from contextlib import nullcontext
 
@@ -30,32 +30,32 @@ def relative_error(actual: Tensor, exact: Tensor) -> float:
 
 
 def filled(layer: torch.nn.Linear) -> torch.nn.Linear:
-    """Fill a layer's weight, and give it what cast_weights_once reads of a model."""
+    """Fill a layer's weight, and set the attributes of a model that cast_weights_once reads."""
     torch.nn.init.normal_(layer.weight, generator=generator())
     layer.casts_early = True
     layer.compute_dtype = torch.bfloat16
     return layer
 
 
-def test_a_linear_computes_in_its_inputs_dtype_with_a_weight_that_is_cast_once():
+def test_linear_computes_in_its_inputs_dtype_with_one_weight_cast():
     linear = filled(Linear(64, 8))
     x = torch.randn(50, 64)
     exact = F.linear(x, linear.weight)
     with cast_weights_once(linear):
         assert linear.cast.dtype == torch.bfloat16
         assert weight_of(linear, torch.bfloat16) is linear.cast
-        assert torch.equal(linear(x), exact)  # not by the cast weight
+        assert torch.equal(linear(x), exact)  # uses the fp32 weight
         for dtype in (torch.bfloat16, torch.float64):
             assert torch.equal(linear(x.to(dtype)), F.linear(x.to(dtype), linear.weight.to(dtype)))
     with pytest.raises(KeyError), cast_weights_once(linear):
-        raise KeyError  # as a step that fails
+        raise KeyError  # like a failing step
     assert linear.cast is None
 
 
 @pytest.mark.parametrize("casts_once", (False, True))
 @pytest.mark.parametrize("device", (nullcontext, stand_in_gpu))
-def test_a_wide_linear_computes_bf16_rows_in_fp32(device, casts_once):
-    """A weight in bf16 would be off by 1e-3."""
+def test_wide_linear_multiplies_bf16_inputs_in_fp32(device, casts_once):
+    """A bf16 weight would give an error of 1e-3."""
     linear = filled(WideLinear(64, 8, bias=True))
     torch.nn.init.normal_(linear.bias, generator=generator(1))
     x = torch.randn(50, 64).bfloat16().requires_grad_()
@@ -69,12 +69,12 @@ def test_a_wide_linear_computes_bf16_rows_in_fp32(device, casts_once):
     exact_grads = torch.autograd.grad(exact, inputs, upstream.double())
     assert relative_error(y, exact) < 1e-6
     for tensor, exact_grad in zip(inputs, exact_grads, strict=True):
-        within = 2e-3 if tensor is x else 1e-6  # by its dtype
+        within = 2e-3 if tensor is x else 1e-6  # the gradient of x is bf16
         assert relative_error(tensor.grad, exact_grad.double()) < within
 
 
 @pytest.mark.parametrize("device", (nullcontext, stand_in_gpu))
-def test_a_norm_and_its_backward_pass_are_the_formula_where_eps_matters(device):
+def test_rms_norm_and_its_gradient_follow_the_formula_with_large_eps(device):
     x = torch.randn(3, 8, dtype=torch.float64) / 32
     with device():
         y = rms_norm(x, 1e-3)

@@ -1,4 +1,4 @@
-"""Lookup memories: matches in the document, votes on the next byte, the gate of a segment."""
+"""Lookup memories: matches in the document, votes on the next byte, the gate."""
 
 from itertools import pairwise, product
 from types import SimpleNamespace
@@ -14,8 +14,8 @@ from tokenizer import BOS_ID, EOS_ID, PAD_ID
 
 
 def context_of(name: str, document: list[int], t: int) -> list[int] | None:
-    """Return the bytes of a context at t, the newest first, or None if it begins before the
-    document. Word bytes are A to C."""
+    """Return the bytes of a context at t, newest first, or None if the context starts before the
+    document. Words consist of A to C."""
     word = {*b"ABC"}
     past = document[t::-1]
     ends = [k - 1 for k in range(t) if past[k] not in word and past[k + 1] in word and k < 31]
@@ -36,19 +36,19 @@ def context_of(name: str, document: list[int], t: int) -> list[int] | None:
     return None if stop > t + 1 else past[start:stop] + added
 
 
-def rows_with_repeats() -> torch.Tensor:
-    """Return rows [3, 60] of few different bytes, in documents that end in different ways."""
-    rows = torch.cat((text(2, 60, 3) % 4 + 65, documents(7, 2, 30, 21) % 3 + 65))
-    rows[rows == ord("D")] = 255
-    rows[rows == ord("B")] = ord("\n")
-    rows[1][rows[1] == ord("C")] = 0
-    rows[1, 40:47] = torch.tensor(list(b"A\n\nA\n\nC"))  # lines before of one byte
-    rows[0, 12:50] = ord("A")  # no word ends within as many bytes as are read
-    rows[0, 9] = EOS_ID
-    rows[1, 4] = PAD_ID
-    rows[2, 6] = EOS_ID
-    rows[2, 20] = BOS_ID
-    return rows
+def sequences_with_repeats() -> torch.Tensor:
+    """Return sequences [3, 60] of few different bytes, in documents that end in different ways."""
+    sequences = torch.cat((text(2, 60, 3) % 4 + 65, documents(7, 2, 30, 21) % 3 + 65))
+    sequences[sequences == ord("D")] = 255
+    sequences[sequences == ord("B")] = ord("\n")
+    sequences[1][sequences[1] == ord("C")] = 0
+    sequences[1, 40:47] = torch.tensor(list(b"A\n\nA\n\nC"))  # earlier lines of one byte
+    sequences[0, 12:50] = ord("A")  # no word ends within the 31 bytes that are read
+    sequences[0, 9] = EOS_ID
+    sequences[1, 4] = PAD_ID
+    sequences[2, 6] = EOS_ID
+    sequences[2, 20] = BOS_ID
+    return sequences
 
 
 @pytest.mark.parametrize(
@@ -62,10 +62,10 @@ def rows_with_repeats() -> torch.Tensor:
     ),
     ids=str,
 )
-def test_matches_are_the_ids_after_the_last_occurrences_in_the_same_document(contexts, occurrences):
-    rows = rows_with_repeats()
-    ids = rows.flatten()
-    cu_seqlens = document_cu_seqlens(rows)
+def test_matches_are_the_ids_after_the_last_occurrences_in_the_document(contexts, occurrences):
+    sequences = sequences_with_repeats()
+    ids = sequences.flatten()
+    cu_seqlens = document_cu_seqlens(sequences)
     packing = Packing.build(cu_seqlens, len(ids), 60, small_config(), torch.float32)
     memory = MatchMemory(contexts, occurrences)
     memory.init_hash(0)
@@ -75,7 +75,7 @@ def test_matches_are_the_ids_after_the_last_occurrences_in_the_same_document(con
     for begin, end in pairwise(cu_seqlens.tolist()):
         document = ids[begin:end].tolist()
         for column, name in enumerate(contexts):
-            earlier = []  # the context at each byte before
+            earlier = []  # the contexts of earlier bytes
             for t in range(len(document)):
                 context = context_of(name, document, t)
                 same = [s for s in range(t) if context is not None and earlier[s] == context]
@@ -91,12 +91,12 @@ def test_matches_are_the_ids_after_the_last_occurrences_in_the_same_document(con
                 assert matches.row[begin + t, column] == row
                 assert matches.next_ids[begin + t, column].tolist() == padded
                 assert matches.age[begin + t, column] == (t - same[-1] if same else 0)
-    for kind in (0, 512, 768):  # all of these occur
-        assert ((kind <= matches.row) & (matches.row < kind + 256)).any()
+    for first_row in (0, 512, 768):  # each group of rows occurs
+        assert ((first_row <= matches.row) & (matches.row < first_row + 256)).any()
 
 
-def test_votes_add_weights_to_the_logits_of_bytes_that_followed_the_newest_first():
-    """EOS, PAD and missing occurrences get no vote, and neither does the third occurrence."""
+def test_votes_add_weights_to_the_logits_of_matched_next_bytes():
+    """The newest two occurrences vote, but never for EOS, PAD or a missing occurrence."""
     votes = 2
     config = small_config(
         engram_votes=votes,
@@ -124,13 +124,13 @@ def test_votes_add_weights_to_the_logits_of_bytes_that_followed_the_newest_first
     seen = torch.cat((normed, (1 + age).log() / 4, torch.zeros(3, 30)), dim=1)
     weights = engram.votes(seen).view(3, 2, votes)
     expected = torch.zeros(3, config.vocab_size)
-    for row, context, vote in product(range(3), range(2), range(votes)):
-        byte = int(followed[row, context, vote])
+    for token, context, vote in product(range(3), range(2), range(votes)):
+        byte = int(followed[token, context, vote])
         if 0 <= byte < 256:
-            expected[row, byte] += weights[row, context, vote]
+            expected[token, byte] += weights[token, context, vote]
     torch.testing.assert_close(logits, expected)
 
 
-def test_the_gates_hand_written_backward_pass_is_the_derivative():
+def test_gate_backward_is_the_derivative():
     inputs = torch.randn(2, 3, 8, dtype=torch.float64, requires_grad=True).unbind()
     assert torch.autograd.gradcheck(_Similarity.apply, inputs)

@@ -1,4 +1,4 @@
-"""Noise and dropout are functions of seed and position."""
+"""Noise and dropout as functions of seed and position."""
 
 import torch
 
@@ -15,7 +15,7 @@ def correlation(a, b):
     return abs(torch.corrcoef(torch.stack((a.flatten(), b.flatten())))[0, 1])
 
 
-def test_noise_is_uniform_and_neighbours_are_not_correlated():
+def test_noise_is_uniform_and_neighbors_are_uncorrelated():
     noise = uniform(byte_noise(7, 200, 500, CPU))
     assert noise.min() > 0 and noise.max() < 1
     assert abs(noise.mean() - 1 / 2) < 0.005
@@ -24,7 +24,7 @@ def test_noise_is_uniform_and_neighbours_are_not_correlated():
     assert correlation(noise[1:], noise[:-1]) < 0.02
 
 
-def test_dropout_drops_its_share_without_a_pattern_and_keeps_the_mean():
+def test_dropout_zeroes_its_rate_without_a_pattern_and_rescales():
     noise = byte_noise(3, 1, 2000, CPU)[0]
     x = torch.ones(2000, 400)
     y = apply_dropout(x, 0.25, noise, site=0)
@@ -37,7 +37,7 @@ def test_dropout_drops_its_share_without_a_pattern_and_keeps_the_mean():
     assert correlation(mask[1:], mask[:-1]) < 0.01
 
 
-def test_each_place_of_dropout_has_a_site_of_its_own(monkeypatch):
+def test_each_dropout_has_its_own_site(monkeypatch):
     sites = []
     monkeypatch.setattr(
         spider_model, "apply_dropout", lambda x, rate, noise, site: sites.append(site) or x
@@ -47,8 +47,8 @@ def test_each_place_of_dropout_has_a_site_of_its_own(monkeypatch):
     assert len(sites) == len({*sites, STRAY_SITE}) - 1 == 4
 
 
-def test_dropout_applies_in_training_alone_by_the_seeds_of_rows():
-    """The witness of --dropout has its rates and sites."""
+def test_dropout_applies_only_in_training_with_a_seed_per_sequence():
+    """test_witnesses.py has the rates at each site."""
     ids = text(4, 48, seed=8)
     model = awake(small_config())
 
@@ -57,7 +57,7 @@ def test_dropout_applies_in_training_alone_by_the_seeds_of_rows():
         return model(ids, ids, noise_seed=seed, dropout=dropout).nats_per_byte
 
     assert abs(nats(ids, 0) - nats(ids, 0, dropout=0.0)) > 1e-5
-    row_by_row = torch.stack([nats(ids[i : i + 1], seed=i) for i in range(4)])
-    torch.testing.assert_close(nats(ids, 0), row_by_row.mean())
+    one_by_one = torch.stack([nats(ids[i : i + 1], seed=i) for i in range(4)])
+    torch.testing.assert_close(nats(ids, 0), one_by_one.mean())
     model.eval()
     assert nats(ids, 0) == nats(ids, 0, dropout=0.0)

@@ -1,4 +1,4 @@
-"""Packed rows: documents, and padded batches of them."""
+"""Packed documents, and padded batches of documents."""
 
 import math
 
@@ -21,7 +21,7 @@ from tokenizer import BOS_ID, EOS_ID, PAD_ID
 
 @st.composite
 def batches_of_ids(draw) -> list[list[int]]:
-    """Draw up to 5 sequences of the same length, up to 9."""
+    """Draw up to 5 sequences of equal length, up to 9."""
     length = draw(st.integers(1, 9))
     ids = st.sampled_from((65, PAD_ID, BOS_ID, EOS_ID))
     sequence = st.lists(ids, min_size=length, max_size=length)
@@ -30,7 +30,7 @@ def batches_of_ids(draw) -> list[list[int]]:
 
 @settings(deadline=None)
 @given(batches_of_ids())
-def test_documents_start_with_a_sequence_at_bos_and_after_eos(sequences):
+def test_documents_start_at_sequences_at_bos_and_after_eos(sequences):
     expected = []  # (document, position) of every byte
     for ids in sequences:
         for t, byte in enumerate(ids):
@@ -40,7 +40,7 @@ def test_documents_start_with_a_sequence_at_bos_and_after_eos(sequences):
             else:
                 document, position = expected[-1]
                 expected.append((document, position + 1))
-    starts = [row for row, (_, position) in enumerate(expected) if position == 0]
+    starts = [index for index, (_, position) in enumerate(expected) if position == 0]
 
     cu_seqlens = document_cu_seqlens(torch.tensor(sequences))
     assert cu_seqlens.dtype == torch.int32
@@ -48,26 +48,26 @@ def test_documents_start_with_a_sequence_at_bos_and_after_eos(sequences):
     packing = Packing.build(
         cu_seqlens, len(expected), len(sequences[0]), small_config(), torch.float32
     )
-    rows = zip(packing.document.tolist(), packing.position.tolist(), strict=True)
-    assert list(rows) == expected
+    found = zip(packing.document.tolist(), packing.position.tolist(), strict=True)
+    assert list(found) == expected
 
 
 @settings(deadline=None)
 @given(st.lists(st.integers(0, 700) | st.integers(0, 5), min_size=1, max_size=60).filter(any))
-def test_padding_at_most_doubles_the_rows(lengths):
+def test_padding_at_most_doubles_the_tokens(lengths):
     buckets, _ = pad_documents(torch.tensor(lengths, dtype=torch.int32), max(lengths))
     present = [length for length in lengths if length > 0]
     assert sum(bucket.documents for bucket in buckets) == len(present)
     assert len(buckets) <= 1 + math.log2(max(lengths))
 
-    padded_rows = sum(bucket.documents * bucket.length for bucket in buckets)
+    padded_tokens = sum(bucket.documents * bucket.length for bucket in buckets)
     padded_scores = sum(bucket.documents * bucket.length**2 for bucket in buckets)
-    assert padded_rows <= 2 * sum(lengths)
+    assert padded_tokens <= 2 * sum(lengths)
     assert padded_scores <= 4 * sum(length**2 for length in lengths)
 
 
 @pytest.mark.parametrize("length, buckets", ((800, [(11, 1000)]), (600, [(1, 1000), (10, 608)])))
-def test_padding_adds_at_most_half_as_many_scores(length, buckets):
+def test_padding_adds_at_most_half_the_scores(length, buckets):
     assert pad_documents(torch.tensor([1000] + 10 * [length]), 1000)[0] == buckets
 
 
@@ -82,19 +82,15 @@ def test_padding_adds_at_most_half_as_many_scores(length, buckets):
         (9, 3, 16),
     ),
 )
-def test_rows_of_the_core_grow_in_multiples_of_16_that_a_document_can_fill(
-    n_bytes, max_seqlen, step
-):
-    """In FP8 other numbers need other graphs. Padding is a document, for which attention is not
-    launched otherwise."""
+def test_core_size_grows_in_multiples_of_16_within_a_document(n_bytes, max_seqlen, step):
+    """FP8 would need new graphs for other numbers. Padding is a document, so attention's launch
+    must cover its length."""
     assert padding_multiple(n_bytes, max_seqlen) == step
 
 
-# in the second case the padding is longer than a sequence
+# In the second case the padding is longer than a sequence.
 @pytest.mark.parametrize("sequences, length", ((3, 200), (3, 9)))
-def test_the_core_has_a_multiple_of_16_rows_and_its_padding_is_no_longer_than_the_bound(
-    sequences, length
-):
+def test_core_pads_to_multiples_of_16_tokens_within_the_longest_bound(sequences, length):
     model = Spider(small_config(boundaries="words"))
     inputs = []
     model.core.register_forward_pre_hook(lambda module, args: inputs.append(args))
@@ -107,7 +103,7 @@ def test_the_core_has_a_multiple_of_16_rows_and_its_padding_is_no_longer_than_th
     assert int(packing.cu_seqlens.diff().max()) <= packing.max_seqlen
 
 
-def test_attentions_kernel_is_launched_for_as_many_rows_as_a_document_may_have():
+def test_attention_kernel_is_launched_for_the_longest_bound():
     cu_seqlens = torch.empty(5, dtype=torch.int32, device="meta")
     packing = Packing.build(cu_seqlens, 2048, 700, small_config(), torch.bfloat16)
     assert packing.max_seqlen_as_size.shape == (700, 0)

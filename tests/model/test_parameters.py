@@ -1,4 +1,4 @@
-"""Parameters of the model: their kinds, counts and initial values."""
+"""Parameters of the model: the table KINDS, counts, initialization."""
 
 import re
 
@@ -19,7 +19,7 @@ CONFIGS = {name: SpiderConfig.preset(name) for name in PRESETS} | {
 }
 
 
-# Parameters that AdamW steps, without the numbers of layers
+# Parameters that AdamW steps, without layer numbers
 BY_ADAMW = """
     embed_tokens null_segment lm_head.weight core.log_A core.dt core.B core.loop_embedding
     core.halt_predictor.weight core.halt_predictor.bias core.layers.moe.router.weight
@@ -29,8 +29,8 @@ BY_ADAMW = """
 """.split()
 
 
-def test_every_parameter_has_its_row_in_the_table_and_every_row_a_parameter():
-    """The last row is for parameters that a researcher adds."""
+def test_every_parameter_has_a_row_in_kinds_and_every_row_a_parameter():
+    """The last row is for parameters that users add."""
     used = set()
     by_adamw = set()
     for model in map(on_meta, CONFIGS.values()):
@@ -48,7 +48,7 @@ def test_every_parameter_has_its_row_in_the_table_and_every_row_a_parameter():
 
 
 @pytest.mark.parametrize("preset", ("1b", "original"))
-def test_1b_and_original_have_996m_parameters_and_the_flops_of_the_design(preset):
+def test_1b_and_original_have_the_designed_parameters_and_flops(preset):
     model = on_meta(SpiderConfig.preset(preset))
     table = estimate.parameter_table(model)
     total = sum(count for count, _ in table.values())
@@ -67,7 +67,7 @@ def from_scratch(config: SpiderConfig, model_class: type[Spider]) -> Spider:
 
 
 def from_meta(config: SpiderConfig, model_class: type[Spider]) -> Spider:
-    """Build a model as train.py does, in memory with other values."""
+    """Build a model like train.py, in memory that holds other values."""
     with torch.device("meta"):
         model = model_class(config)
     model.to_empty(device="cpu")
@@ -79,7 +79,7 @@ def from_meta(config: SpiderConfig, model_class: type[Spider]) -> Spider:
 
 
 class Convolved(Block):
-    """A block as a researcher may extend it: modules of torch's own, and a parameter in a list."""
+    """A block as users may extend it: modules of torch, and a parameter in a list."""
 
     def __init__(self, config, attention_class):
         super().__init__(config, attention_class)
@@ -93,9 +93,8 @@ class Convolved(Block):
 @pytest.mark.parametrize(
     "changes", ({}, dict(boundaries="learned", segment_offsets=2, engram_votes=2)), ids=str
 )
-def test_initialization_on_the_meta_device_gives_the_values_of_a_direct_one(changes):
-    """Modules that a subclass adds initialize themselves, and change no value of the model's
-    own."""
+def test_initialization_from_meta_equals_direct_initialization(changes):
+    """Modules that a subclass adds initialize themselves and change no value of the base model."""
 
     class Extended(Spider):
         block_class = Convolved
@@ -130,8 +129,8 @@ FORGOTTEN = {
 
 @pytest.mark.parametrize("build", (from_scratch, from_meta))
 @pytest.mark.parametrize("name", FORGOTTEN)
-def test_a_tensor_that_nothing_initializes_is_an_error_with_its_name(build, name):
-    """However the model is built: values of a constructor are lost on the meta device."""
+def test_uninitialized_tensor_is_an_error_with_its_name(build, name):
+    """This holds for both ways to build a model, since meta loses values from constructors."""
 
     class Forgetful(Block):
         def __init__(self, *sizes):

@@ -1,4 +1,4 @@
-"""Pooling and unpooling of segments, beside the published dense form and byte by byte."""
+"""Compare pooling with the published dense form, and unpooling with a loop over bytes."""
 
 from functools import partial
 
@@ -16,7 +16,7 @@ from spider.model.segments import (
 
 
 def pool_densely(h, b, cu_seqlens):
-    """Pool by the published form, per document: an einsum with a [bytes, segments] matrix of
+    """Pool each document by the published form, an einsum with a [bytes, segments] matrix of
     weights."""
     pooled = []
     counts = [0]
@@ -33,12 +33,11 @@ def pool_densely(h, b, cu_seqlens):
 
 
 def unpool_in_turn(z, null, b, cu_seqlens, segment_cu_seqlens, back):
-    """Unpool byte by byte: z [N, offsets, D], null [D]; the last offset serves all further
-    bytes."""
+    """Unpool byte by byte: z [N, offsets, D], null [D]. All bytes after the last offset use it."""
     out = []
     for document in range(len(cu_seqlens) - 1):
         segments = iter(z[segment_cu_seqlens[document] : segment_cu_seqlens[document + 1]])
-        ended = []  # each segment with its last byte
+        ended = []  # (segment, last byte)
         ends = b[cu_seqlens[document] : cu_seqlens[document + 1]].tolist()
         for t, is_end in enumerate(ends):
             if is_end:
@@ -54,19 +53,19 @@ def unpool_in_turn(z, null, b, cu_seqlens, segment_cu_seqlens, back):
 @pytest.mark.parametrize("offsets, back", ((1, 0), (3, 0), (3, 1)))
 @pytest.mark.parametrize("rate", (0.0, 0.3, 1.0))
 @pytest.mark.parametrize("lengths", ((1,), (40,), (7, 1, 30, 2)))
-def test_pool_and_unpool_equal_the_dense_form_in_value_and_gradient(lengths, rate, offsets, back):
+def test_pooling_equals_the_dense_form_forward_and_backward(lengths, rate, offsets, back):
     generator = torch.Generator().manual_seed(3)
 
     def random(*shape):
         return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
-    rows = sum(lengths)
+    tokens = sum(lengths)
     cu_seqlens = F.pad(torch.tensor(lengths).cumsum(0), (1, 0)).to(torch.int32)
-    b = (torch.rand(rows, generator=generator) < rate).double().requires_grad_()
-    h = random(rows, 6).requires_grad_()
+    b = (torch.rand(tokens, generator=generator) < rate).double().requires_grad_()
+    h = random(tokens, 6).requires_grad_()
     null = random(6).requires_grad_()
     mix = random(6, 6 * offsets)  # stands for the core
-    upstream = random(rows, 6)
+    upstream = random(tokens, 6)
 
     z, segment_cu_seqlens = pool_segments(h, b, cu_seqlens)
     read = (z @ mix).tanh().unflatten(1, (offsets, 6))

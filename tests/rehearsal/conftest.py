@@ -1,21 +1,20 @@
-"""Prove the GPU step without a GPU: each test runs in a process of its own, in which a stand-in for
-the CUDA driver is loaded before torch. It needs a CUDA build of torch and a C++ compiler, but no
-GPU:
+"""Prove the GPU step without a GPU: each test runs in its own process, which loads a stand-in for
+the CUDA driver before torch. This needs a CUDA build of torch and a C++ compiler, but no GPU:
 
     torch=2.13.0  # and 2.11.0: the ends of pyproject.toml's range
     python -m venv cuda && cuda/bin/pip install torch==$torch torchao==0.18.0 numpy loguru \
         transformers safetensors expecttest pytest filelock tile-kernels==1.0.0 \
         tilelang==0.1.9 apache-tvm-ffi==0.1.9 \
         nvidia-cuda-{nvcc,crt,cccl,runtime}==13.0.* nvidia-nvvm==13.0.*  # about 3 minutes, 5.2 GB
-    cuda/bin/python -m pytest -m "rehearsal and not slow" tests/rehearsal  # 25 minutes of a core
+    cuda/bin/python -m pytest -m "rehearsal and not slow" tests/rehearsal  # 25 minutes on one core
     cuda/bin/python -m pytest -m "rehearsal and slow" tests/rehearsal      # 25 more
 
-PyPI has the CUDA build. Where pip is configured to take a CPU build (`cuda/bin/python -c "import
+PyPI has the CUDA build. If pip is configured to install a CPU build (`cuda/bin/python -c "import
 torch; print(torch.version.cuda)"` prints None), unset PIP_FIND_LINKS and PIP_INDEX_URL, and set
 PIP_CONFIG_FILE=/dev/null.
 
-gpu.py makes Spider's steps of fake tensors, and their compiled code; refusals.py watches them.
-`-rP` shows the figures of tests that pass.
+gpu.py runs Spider's steps on fake tensors and generates their compiled code; refusals.py watches
+the operations. `-rP` shows the figures of passing tests.
 """
 
 import os
@@ -34,20 +33,20 @@ BUILT = tempfile.TemporaryDirectory()
 
 
 def pytest_pycollect_makemodule():
-    """Skip all modules of tests before they import Triton."""
+    """Skip all test modules before they import Triton."""
     if torch.version.cuda is None or shutil.which(COMPILER) is None:
         pytest.skip(
-            "needs a CUDA build of torch, and g++ or the C++ compiler named in CXX; see "
+            "needs a CUDA build of torch, and g++ or the C++ compiler in CXX; see "
             "tests/rehearsal/conftest.py"
         )
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem):
-    """Run a test in a child process, with its module's ENVIRONMENT added; in the child, run it as
+    """Run a test in a child process, with its module's ENVIRONMENT; in the child, run the test as
     usual."""
     if "IN_REHEARSAL" in os.environ:
-        os.environ.pop("LD_PRELOAD", None)  # not for the programs that it starts
+        os.environ.pop("LD_PRELOAD", None)  # not for child processes
         return None
     environment = dict(
         IN_REHEARSAL="1",
@@ -70,7 +69,7 @@ def pytest_pyfunc_call(pyfuncitem):
         pytest.fail(done.stdout, pytrace=False)
     if "SKIPPED" in done.stdout:
         pytest.skip(done.stdout[done.stdout.index("SKIPPED") :])
-    print(done.stdout)  # figures, which pytest -rP shows
+    print(done.stdout)  # pytest -rP shows the figures
     return True
 
 

@@ -1,7 +1,7 @@
 """An absent GPU: Spider's models and steps on torch's fake tensors, which have a device, a shape
 and strides, but no memory. After `stand_in` torch reports a GPU; inside `FakeTensorMode` every
-tensor is fake; after `generating` Inductor makes the code that it makes for the card. A test has a
-process of its own (conftest.py), so nothing is undone."""
+tensor is fake; after `generating` Inductor generates the card's code. Each test has its own process
+(conftest.py), so nothing is undone."""
 
 from types import SimpleNamespace
 
@@ -38,12 +38,12 @@ PROCESSORS = {80: 108, 89: 128, 90: 132, 100: 148, 120: 188}  # A100, RTX 4090, 
 
 
 def always(answer):
-    """Make a function that answers the same to any arguments."""
+    """Return a function that returns `answer` for any arguments."""
     return lambda *_, **__: answer
 
 
 def stand_in(architecture: int = 90):
-    """Make torch report one GPU of an architecture."""
+    """Let torch report one GPU of an architecture."""
     logger.remove()
     properties = SimpleNamespace(
         name=f"sm_{architecture}",
@@ -81,11 +81,11 @@ def stand_in(architecture: int = 90):
     )
     tile_moe.find_obstacle = always(None)  # it reads values
     fake_tensor.init_gpu_context = always(None)
-    FakeTensorMode.avoid_device_init = True  # else constants of the host are copied there
+    FakeTensorMode.avoid_device_init = True  # otherwise host constants are copied to the GPU
 
 
 def resolve_plan(model: str, *flags: str) -> Plan:
-    """Settle the plan of a step of a model of MODELS, which train.py's flags may change."""
+    """Return the plan of a step of a model of MODELS, with changes by train.py's flags."""
     small = (
         f"--model={model} {MODELS[model]} --seq_len=256 --micro_batch=16 --compile=off "
         f"--recompute=core --moe_backend=grouped"
@@ -95,7 +95,7 @@ def resolve_plan(model: str, *flags: str) -> Plan:
 
 
 def build(plan: Plan, compiled: bool = False) -> tuple[Spider, Optimizers]:
-    """Build a plan's model and optimizers like train.py."""
+    """Build a plan's model and optimizers as train.py does."""
 
     def absent(config) -> Spider:
         with DEVICE:
@@ -112,8 +112,7 @@ def build(plan: Plan, compiled: bool = False) -> tuple[Spider, Optimizers]:
 
 
 def batch_of(plan: Plan, documents: int, max_seqlen: int | None = None) -> Batch:
-    """Make the batch of a micro-step. max_seqlen: bound of its documents' lengths, by default that of
-    the sequences."""
+    """Make the batch of a micro-step. max_seqlen: bound of document lengths, by default seq_len."""
     ids = torch.empty(plan.flags.micro_batch, plan.flags.seq_len, dtype=torch.int64, device=DEVICE)
     cu_seqlens = torch.empty(documents + 1, dtype=torch.int32, device=DEVICE)
     return Batch(
@@ -135,18 +134,18 @@ def step(
     max_seqlen: int | None = None,
     **settings: float,
 ):
-    """Run an optimizer step with this number of documents in each micro-step, see batch_of.
-    settings: of StepSettings."""
+    """Run an optimizer step with this number of documents per micro-step, see batch_of. settings:
+    fields of StepSettings."""
     batches = [batch_of(plan, documents, max_seqlen)] * plan.flags.grad_accum
     now = train.StepSettings(plan.flags.n_loops, **settings)
-    # the norm is read as 1
+    # Watch reads the norm as 1
     train.train_step(model, optimizers, batches, now, grad_clip=0.5)
 
 
 class Graph:
-    """A graph for which Inductor has made code."""
+    """A graph for which Inductor has generated code."""
 
-    running = False  # whether one of them is
+    running = False  # whether any graph is running
 
     def __init__(self, lowering):
         self.source = lowering.codegen()[0].value
@@ -154,8 +153,8 @@ class Graph:
         self.backward = lowering.is_backward
         self.inputs = [*self.module.graph.find_nodes(op="placeholder")]
         self.outputs = [*self.module.graph.output_node().args[0]]
-        self.__file__ = self.key = ""  # Inductor logs them
-        with V.set_graph_handler(lowering):  # bytes that each Triton kernel reads and writes
+        self.__file__ = self.key = ""  # Inductor logs both
+        with V.set_graph_handler(lowering):  # bytes read and written by each Triton kernel
             self.moved = [
                 node.get_read_write_buffers_sizes()
                 for node in lowering.scheduler.nodes
@@ -166,14 +165,14 @@ class Graph:
     def call(self, args):
         self.runs += 1
         Graph.running = True
-        with fx.traceback.preserve_node_meta():  # refusals.place reads it
+        with fx.traceback.preserve_node_meta():  # for refusals.current_line
             results = fx.Interpreter(self.module).run(*args)
         Graph.running = False
         return results
 
 
 class OnHost(TorchDispatchMode):
-    """Make on the host what is made on a device."""
+    """Create tensors on the host instead of a device."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         options = dict(kwargs or {})
@@ -183,7 +182,7 @@ class OnHost(TorchDispatchMode):
 
 
 def generating() -> list[Graph]:
-    """Let Inductor make code for the card; return the list of all graphs from now on."""
+    """Let Inductor generate code for the card; return the list that collects all graphs."""
     graphs = []
     folder = joint_graph.UniformValueConstantFolder
     fold = folder._deduce_value
@@ -193,14 +192,14 @@ def generating() -> list[Graph]:
         return graphs[-1]
 
     def fold_on_host(self, node):
-        with OnHost():  # constants that Inductor folds are real tensors
+        with OnHost():  # Inductor folds real tensors
             return fold(self, node)
 
     GraphLowering.compile_to_module = keep
     folder._deduce_value = fold_on_host
-    joint_graph.lazy_init = always(None)  # patterns of real tensors
+    joint_graph.lazy_init = always(None)  # its patterns need real tensors
     triton_helpers.set_driver_to_gpu = always(None)
-    compile_fx.get_input_idxs_to_check = always([])  # their addresses
+    compile_fx.get_input_idxs_to_check = always([])  # fake tensors have no addresses
     config.compile_threads = 1
     config.use_static_cuda_launcher = False
     torch.compiler.config.force_disable_caches = True

@@ -1,9 +1,9 @@
-"""Find what the kernels of a real GPU refuse though fake tensors pass it, and where the host waits
-for the GPU.
+"""Find calls that kernels of a real GPU refuse although fake tensors accept them, and lines where
+the host waits for the GPU.
 
-Fake tensors run what torch checks in its meta functions. What only the CUDA kernels check stands in
-REFUSALS, read from the sources of torch 2.11; 2.13 has the same messages. Which dtypes a kernel has
-is looked up in the table of torch's own tests (OpInfo)."""
+Fake tensors run only the checks in torch's meta functions. REFUSALS has the checks that only CUDA
+kernels make, read from the sources of torch 2.11; 2.13 has the same messages. The dtypes of each
+kernel come from the table of torch's own tests (OpInfo)."""
 
 import traceback
 from collections import Counter
@@ -22,17 +22,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 ROOT = Path(__file__).resolve().parents[2]
-# Operations, without the _ of those in place. Kernels that take a host tensor without dimensions as
-# a number, one at most; copies between the devices; what only moves elements or fills, of any
-# dtype.
+# Names of operations, without the _ of in-place variants.
+# Kernels that take at most one zero-dimensional host tensor, as a number:
 TAKE_A_NUMBER = {
     *"add sub mul div remainder floor_divide pow maximum minimum eq ne lt le gt ge bitwise_and "
     "bitwise_or "
     "bitwise_xor logical_and logical_or where addcmul lerp masked_fill fill index_put".split()
 }
-COPIES = {"copy", "_to_copy", "index", "index_put"}
-MOVES = {"clone", "cat", "constant_pad_nd"}
-# Those whose result the host must know, so that it waits for the GPU.
+COPIES = {"copy", "_to_copy", "index", "index_put"}  # between devices
+MOVES = {"clone", "cat", "constant_pad_nd"}  # move or fill elements of any dtype
+# The host needs the result, so it waits for the GPU:
 READS = {"_local_scalar_dense", "item", "is_nonzero"}
 WAITS = {
     *READS,
@@ -55,13 +54,12 @@ def mixed(*operands: Tensor) -> bool:
 
 
 def misaligned(t: Tensor, *strides: int) -> bool:
-    """Tell whether a tensor, or a row at one of the strides, begins between multiples of 16
-    bytes."""
+    """Return whether a tensor, or a row at one of the strides, is not aligned to 16 bytes."""
     return any(n * t.element_size() % 16 for n in (t.storage_offset(), *strides))
 
 
 def of(dtype: torch.dtype, *shape: int, device="cuda") -> Tensor:
-    """Make an operand of an example."""
+    """Make an operand for an example."""
     return torch.empty(shape, dtype=dtype, device=device)
 
 
@@ -76,7 +74,7 @@ def multiply_fp8(a: Tensor, dtype: torch.dtype = torch.float8_e4m3fn) -> Tensor:
 
 
 def update(exp_avg: Tensor, grad: Tensor):
-    """Run AdamW's kernel on a weight [8, 4]."""
+    """Call AdamW's kernel on a weight [8, 4]."""
     torch._fused_adamw_(
         [of(float32, 8, 4)],
         [grad],
@@ -96,12 +94,12 @@ def update(exp_avg: Tensor, grad: Tensor):
 
 class Refusal(NamedTuple):
     operations: str  # "*": all
-    says: str  # a part of the kernel's message, as in torch's libraries, or UNCHECKED
-    when: Callable  # of the arguments by name
-    example: Callable  # that fake tensors pass
+    message: str  # part of the kernel's message in torch's libraries, or one of UNCHECKED
+    when: Callable  # predicate of the arguments by name
+    example: Callable  # a call that fake tensors accept
 
 
-# What no kernel checks.
+# Faults that no kernel checks
 WIDE_READS, NO_STRIDES, FP8_ADDRESSES = UNCHECKED = (
     "the kernel reads 16 bytes at once, from any address",
     "the kernel reads numbers side by side, whatever the stride",
@@ -176,8 +174,7 @@ REFUSALS = [
             lambda a: misaligned(a.self) or misaligned(a.mat2),
             lambda: multiply_fp8(of(torch.float8_e4m3fn, 520)[8:].view(16, 32)),
         ),
-        # Attention: flash_api.cpp, which at rows that begin between multiples of 16 bytes has no
-        # check
+        # Attention: flash_api.cpp, which does not check whether rows start at multiples of 16 bytes
         (
             "_varlen_attn",
             "FlashAttention only support fp16 and bf16 data type",
@@ -270,18 +267,18 @@ REFUSALS = [
 
 @cache
 def dtypes_of_kernels() -> dict[str, set[torch.dtype]]:
-    """Return the dtypes that the CUDA kernel of each operation has, by its name."""
+    """Return the dtypes of each operation's CUDA kernel, by the operation's name."""
     with unset_fake_temporarily():
         from torch.testing._internal.common_methods_invocations import op_db
-    found = {name: {torch.bool} for name in ("cumsum", "cumprod", "sum")}  # in int64
+    found = {name: {torch.bool} for name in ("cumsum", "cumprod", "sum")}  # as int64
     for op in op_db:
         found.setdefault(op.aten_name, set()).update(op.supported_dtypes("cuda"))
     return found
 
 
 def is_composite(func) -> bool:
-    """Tell whether an operation has no kernel, and runs others instead; _fused_rms_norm has one on
-    a GPU alone."""
+    """Return whether an operation has no kernel and calls other operations instead. _fused_rms_norm
+    has a kernel only on GPUs."""
     key = torch._C.DispatchKey
     return (
         func.namespace != "prim"
@@ -296,7 +293,7 @@ def is_view(func) -> bool:
 
 
 def refusals_of(func, operation: str, args, kwargs) -> list[str]:
-    """Return why the kernel of an operation would refuse these arguments."""
+    """Return the reasons why an operation's kernel would refuse these arguments."""
     names = [argument.name for argument in func._schema.arguments]
     named = dict(zip(names, args, strict=False)) | kwargs
     operands = tensors(named)
@@ -308,7 +305,7 @@ def refusals_of(func, operation: str, args, kwargs) -> list[str]:
         **{"generator": None} | named, operation=operation, operands=operands, on_host=on_host
     )
     found = [
-        row.says
+        row.message
         for row in REFUSALS
         if {"*", operation} & {*row.operations.split()} and row.when(given)
     ]
@@ -325,17 +322,16 @@ def refusals_of(func, operation: str, args, kwargs) -> list[str]:
 
 
 def fills_by_mask(operation: str, args) -> bool:
-    """Tell whether numbers on the GPU are put where a mask is true, for which the host reads the
-    number or the mask."""
+    """Return whether GPU values are written where a mask is true, for which the host reads the
+    value or the mask."""
     if operation not in ("index_put", "masked_fill"):
         return False
     has_mask = any(t.dtype == torch.bool for t in tensors(args[1]))
     return has_mask and any(t.is_cuda for t in tensors(args[2]))
 
 
-def place() -> str:
-    """Return the innermost line of Spider that runs, or from which the graph's operation was
-    made."""
+def current_line() -> str:
+    """Return the innermost running line of Spider, or the line that made a graph's operation."""
     stack = torch.fx.traceback.get_current_meta().get("stack_trace")
     if not stack:
         stack = "".join(traceback.format_stack())
@@ -346,29 +342,30 @@ def place() -> str:
 
 
 class Watch(TorchDispatchMode):
-    """Record what a GPU would refuse, {(operation, line of Spider, reason): operands}, the lines at
-    which the host waits, and how often each operation runs. number, truth: what the host reads."""
+    """Record the calls that a GPU would refuse, {(operation, line of Spider, reason): operands},
+    the lines at which the host waits, and how often each operation runs. number, truth: the values
+    that the host reads."""
 
     def __init__(self, number: int = 0):
         super().__init__()
         self.number = number
         self.truth = False
-        self.read = None  # the storage that the host read last
+        self.read = None  # storage that the host read last
         self.refused = {}
         self.waits = []
         self.count = Counter()
 
     @classmethod
-    def is_infra_mode(cls):  # else Dynamo compiles nothing
+    def is_infra_mode(cls):  # otherwise Dynamo compiles nothing
         return True
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if any(hasattr(kind, "__tensor_flatten__") for kind in types):
-            return NotImplemented  # an FP8 tensor of torchao: its inner operations come here again
+            return NotImplemented  # torchao's FP8 tensor; its inner operations return here
         kwargs = kwargs or {}
         operation = func._schema.name.split("::")[1].removesuffix("_")
         if is_composite(func):
-            # below autograd, which decomposes others: torchao's, and in inference mode
+            # autograd decomposes the others; these come from torchao, or in inference mode
             with self:
                 return func.decompose(*args, **kwargs)
         self.count[operation] += 1
@@ -376,7 +373,7 @@ class Watch(TorchDispatchMode):
             operands = ", ".join(
                 f"{list(t.shape)} {t.dtype} {t.device}" for t in tensors((args, kwargs))
             )
-            self.refused.setdefault((operation, place(), reason), operands)
+            self.refused.setdefault((operation, current_line(), reason), operands)
         if operation in READS:
             numbers = {torch.bool: self.truth, int32: self.number, int64: self.number}
             out = numbers.get(args[0].dtype, 1.0)
@@ -387,8 +384,8 @@ class Watch(TorchDispatchMode):
         copies = operation in COPIES and len({t.device.type for t in tensors((args, out))}) > 1
         copies = copies and not (kwargs.get("non_blocking") or args[2:] == (True,))
         if copies or operation in WAITS or fills_by_mask(operation, args):
-            storage = args[0].untyped_storage()  # one wait for all numbers of a tensor
+            storage = args[0].untyped_storage()  # one wait for all values of a tensor
             if self.read is None or storage._cdata != self.read._cdata:
-                self.waits.append(place())
+                self.waits.append(current_line())
             self.read = storage
         return out

@@ -1,5 +1,5 @@
 """Several GPUs in one process: each rank in turn runs on fake CUDA tensors, under torch's "fake"
-process group. NCCL accepts each collective, and those of all ranks together."""
+process group. NCCL accepts every collective, and the ranks' collectives match."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-# makes collectives take fake tensors
+# lets collectives take fake tensors
 from torch.distributed._tools import fake_collectives  # noqa: F401
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import _disable_current_modes
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.rehearsal
 
 
 class AbsentStream:
-    """A stream or an event of no GPU: its methods do nothing."""
+    """A stream or event without a GPU: all methods do nothing."""
 
     def __init__(self, *_, **__):
         pass
@@ -38,7 +38,7 @@ class AbsentStream:
 
 
 class WatchFake(Watch):
-    """Watch fake tensors alone; a mesh of ranks is real."""
+    """Watch only fake tensors, since the mesh of ranks is real."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         operands = tensors((args, kwargs))
@@ -48,7 +48,7 @@ class WatchFake(Watch):
 
 
 def stand_in():
-    """Make torch report GPUs, and start a fake process group instead of NCCL's."""
+    """Let torch report GPUs, and start a fake process group instead of NCCL's."""
     gpu.stand_in()
     torch.cuda.Stream = torch.cuda.Event = AbsentStream
     torch.cuda.current_stream = gpu.always(AbsentStream())
@@ -67,12 +67,12 @@ def stand_in():
     dist.init_process_group = start_fake_group
     dist.init_device_mesh = make_real_mesh
     dist.rendezvous = lambda *_, **__: iter([(dist.HashStore(), None, None)])
-    World._require_own_gpu = gpu.always(None)  # it reads the others' from the store
+    World._require_own_gpu = gpu.always(None)  # it reads other ranks' GPUs
 
 
 @contextmanager
 def joined(rank: int, ranks: int, shards: int) -> Iterator[tuple[World, list[Collective]]]:
-    """Join as a rank; yield its world, and the list of its collectives from now on."""
+    """Join as a rank; yield its world and the list that collects its collectives."""
     environ = dict(
         RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(ranks)
     )
@@ -96,17 +96,15 @@ def faults_of(calls: list[Collective]) -> list[str]:
         pytest.param(16, 16, "--precision=bf16", marks=pytest.mark.slow),
     ),
 )
-def test_nccl_accepts_the_collectives_of_all_ranks_in_a_step_a_save_a_load_and_an_evaluation(
-    ranks, shards, flags
-):
-    """Of 16 shards, some have no matrix to orthogonalize."""
+def test_nccl_accepts_the_collectives_of_all_ranks(ranks, shards, flags):
+    """A step, a save, a load and an evaluation. Some of 16 shards orthogonalize no matrix."""
     stand_in()
     words = (
         f"--model=tiny --seq_len=256 --micro_batch=4 --grad_accum=2 --compile=off "
         f"--moe_backend=grouped --shards={shards} {flags}"
     ).split()
     calls_by_rank = []
-    saved = None  # by the first rank
+    saved = None  # the first rank's checkpoint
     with FakeTensorMode(), WatchFake(700) as watch:
         with joined(0, ranks, shards) as (gpu.WORLD, calls):
             plan = resolve_plan(train.parse_args(words, environ={}), train.RECIPES, gpu.WORLD)
@@ -123,7 +121,7 @@ def test_nccl_accepts_the_collectives_of_all_ranks_in_a_step_a_save_a_load_and_a
                 whole = dict(model=model_state(model), optimizers=optimizers.state_dict())
                 copied = copy_to_host(whole, None, gpu.WORLD.is_rank0)
                 saved = saved or copied
-                # the fake group sends no objects: every rank reads the checkpoint
+                # the fake group sends no objects, so every rank reads the checkpoint
                 World.on_rank0 = lambda world, work, for_others=None: work()
                 load_model(model, saved["model"])
                 optimizers.load_state_dict(saved["optimizers"])

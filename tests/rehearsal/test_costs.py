@@ -1,5 +1,5 @@
-"""A step on fake tensors: its memory, its FLOPs next to the estimate of --dry_run, its kernels, and
-a lower bound of its time."""
+"""A step on fake tensors: memory, FLOPs compared with the estimate of --dry_run, kernels, and a
+lower bound of the time."""
 
 from collections import defaultdict
 
@@ -23,8 +23,8 @@ pytestmark = pytest.mark.rehearsal
 
 @pytest.mark.parametrize("recompute", RECOMPUTE)
 @pytest.mark.parametrize("model, precision", PEAKS)
-def test_the_peak_memory_of_a_step_is_that_of_the_table(model, precision, recompute):
-    """tests/training/test_estimate.py compares the table with the estimate."""
+def test_peak_memory_of_a_step_matches_the_table(model, precision, recompute):
+    """tests/training/test_estimate.py compares the estimate with the same table."""
     gpu.stand_in()
     flags = f"--precision={precision} --recompute={recompute} {BATCH}"
     plan = gpu.resolve_plan(model, *flags.split())
@@ -33,12 +33,12 @@ def test_the_peak_memory_of_a_step_is_that_of_the_table(model, precision, recomp
         spider, optimizers = gpu.build(plan)
         gpu.step(plan, spider, optimizers, documents)
         tracker = MemTracker()
-        # whose state the first step has made
+        # the first step has created the optimizers' state
         tracker.track_external(spider, *optimizers.by_name.values())
 
         def backward(*args, run=Sharding.backward, **last):
             run(*args, **last)
-            tracker.reset_mod_stats()  # it knows one pass only
+            tracker.reset_mod_stats()  # the tracker handles a single pass
 
         Sharding.backward = backward
         with tracker:
@@ -49,19 +49,19 @@ def test_the_peak_memory_of_a_step_is_that_of_the_table(model, precision, recomp
     assert peak / 1e9 == pytest.approx(expected, rel=0.03)
 
 
-# FLOPs: torch counts those of plain products. Arguments here are shapes; documents have equal
-# length.
+# FLOPs: torch counts plain products. The arguments of these functions are shapes; documents have
+# equal length.
 
 
 def attention(q, k, v, cu_seqlens, *_, **__) -> int:
-    """Count the causal half of the scores, and of their products with the values."""
-    rows, heads, width = q
-    return 2 * heads * width * rows * rows // (cu_seqlens[0] - 1)
+    """Count the causal half of the scores and of the products with values."""
+    tokens, heads, width = q
+    return 2 * heads * width * tokens * tokens // (cu_seqlens[0] - 1)
 
 
 def grouped_product(a, b, offs, *_, **__) -> int:
-    """Count without the rows that only pad experts: a [rows, in], b [experts, in, out], or of a
-    gradient a [in, rows], b [rows, out]."""
+    """Count without the rows that pad experts. Shapes: a [rows, in], b [experts, in, out]; for the
+    gradient of weights a [in, rows], b [rows, out]."""
     rows, inner = a if len(b) == 3 else reversed(a)
     return 2 * (rows - ALIGNMENT * offs[0]) * inner * b[-1]
 
@@ -75,7 +75,7 @@ FORMULAS = {
     torch.ops.aten._grouped_mm: grouped_product,
     torch.ops.torch_attn._varlen_attn_backward: attention_backward,
 }
-# FLOP/s of products that cards sustain, in bf16 and (without TF32) in fp32, and bytes/s
+# Sustained FLOP/s of products in bf16 and in fp32 (without TF32), and bytes/s
 CARDS = {
     "H200": (790e12, 50e12, 4.0e12),
     "H100": (790e12, 50e12, 2.8e12),
@@ -83,27 +83,27 @@ CARDS = {
     "A100": (250e12, 17e12, 1.7e12),
     "RTX 4090": (150e12, 60e12, 0.9e12),
 }
-# rates relative to those of products in bf16
+# rates relative to products in bf16
 FP8 = 1.84
 ATTENTION = 0.38
-SHORTEST = 2e-6  # seconds
+SHORTEST = 2e-6  # seconds per kernel
 NO_KERNEL = {
     *"empty empty_like new_empty empty_strided new_empty_strided _unsafe_view "
     "_local_scalar_dense".split()
 }
-# of the first operand
+# operations that access only some rows of the first operand
 SOME_ROWS = {*"index_select index embedding gather index_add_ index_copy_ index_put_".split()}
 
 
 class Costs(Watch):
-    """Count kernels, FLOPs, bytes and the least seconds they take: of products, and of the rest by
-    part of a step."""
+    """Count kernels, FLOPs, bytes and least seconds: for products, and for all else by part of the
+    step."""
 
     def __init__(self, number: int):
         super().__init__(number)
         self.formulas = FlopCounterMode(display=False, custom_mapping=FORMULAS).flop_registry
         self.part = ""
-        # by part: kernels, FLOPs, bytes, and the least seconds on each card
+        # by part: kernels, FLOPs, bytes, least seconds on each card
         self.parts = defaultdict(lambda: [0] * (3 + len(CARDS)))
 
     def add(
@@ -126,7 +126,7 @@ class Costs(Watch):
         if is_composite(func) or is_view(func):
             return out
         if gpu.Graph.running and formula is None and "embedding_bag" not in name:
-            return out  # part of a Triton kernel, whose bytes the graph knows
+            return out  # inside a Triton kernel; Graph.moved has its bytes
         operands = tensors((args, kwargs))
         results = tensors(out)
         if name in SOME_ROWS:
@@ -182,7 +182,7 @@ def test_flops_are_within_a_tenth_of_the_estimate(model):
         ("--precision=bf16 --micro_batch=64 --seq_len=2048", True, 522),
     ),
 )
-def test_the_least_time_of_a_step_does_not_grow(flags, compiled, most):
+def test_least_time_of_a_step_does_not_grow(flags, compiled, most):
     gpu.stand_in()
     plan = gpu.resolve_plan(
         "1b", "--set=", "--n_loops=6", "--recompute=nothing", "--micro_batch=112", *flags.split()

@@ -1,5 +1,5 @@
-"""A GPU accepts every operation of a step, eager and compiled, of an evaluation, of decoding and of
-an export; the host waits for it once a micro-step and once a step; graphs serve all sizes; kernels
+"""A GPU accepts every operation of a step (eager and compiled), an evaluation, decoding and an
+export; the host waits once per micro-step and once per step; graphs serve all sizes; kernels
 compile to machine code."""
 
 import inspect
@@ -25,8 +25,8 @@ from spider.training.plan import Plan
 pytestmark = pytest.mark.rehearsal
 # sequences x bytes
 BATCH = "16x256"
-RAGGED = "3x200"  # 600 rows, no multiple of 16
-# Models on an H100; on sm_120 `auto` multiplies experts by spider/model/grouped_triton.py
+RAGGED = "3x200"  # 600 tokens, no multiple of 16
+# Models on an H100; on sm_120 `auto` multiplies experts with spider/model/grouped_triton.py
 STEPS = [
     *(
         (model, precision, 90, "grouped", BATCH)
@@ -36,9 +36,9 @@ STEPS = [
     ("1b", "bf16", 120, "auto", BATCH),
     ("1b", "fp8", 90, "grouped", RAGGED),
 ]
-# all that TileKernels has
+# the architectures that TileKernels supports
 TILE = [("1b", "bf16", architecture, "tile", BATCH) for architecture in (90, 100, 120)]
-# Documents, segments, bound of the documents' lengths
+# Documents, segments, bound of document lengths
 SIZES = {
     BATCH: (
         (16, 800, 256),
@@ -60,23 +60,23 @@ SIZES = {
 KERNEL = re.compile(r"async_compile\.triton\('(\w+)', '''(.*?)''', device_str='cuda'\)", re.S)
 CUBINS = [("bf16", architecture) for architecture in (80, 89, 90, 100, 120)] + [
     ("fp8", architecture) for architecture in (89, 90, 100, 120)
-]  # FP8 begins with sm_89
+]  # FP8 needs sm_89
 
 
-def test_each_row_of_the_table_catches_its_example():
+def test_every_row_of_refusals_catches_its_example():
     gpu.stand_in()
     with FakeTensorMode():
         for row in REFUSALS:
             with Watch() as watch:
                 row.example()
-            assert row.says in {reason for _, _, reason in watch.refused}, row
+            assert row.message in {reason for _, _, reason in watch.refused}, row
         with Watch() as watch:
             of(torch.int64, 4, 4) @ of(torch.int64, 4, 4)
-        with torch.inference_mode(), Watch() as of_composite:
-            # where `linear` comes whole, as in torchao
+        with torch.inference_mode(), Watch() as in_inference:
+            # `linear` arrives undecomposed, as from torchao
             F.linear(of(torch.bfloat16, 4, 4), of(torch.float32, 4, 4))
     assert "not implemented for torch.int64" in str(watch.refused)
-    assert "expected mat1 and mat2 to have the same dtype" in str(of_composite.refused)
+    assert "expected mat1 and mat2 to have the same dtype" in str(in_inference.refused)
 
 
 WAITING = (
@@ -98,7 +98,7 @@ AT_ONCE = (
 )
 
 
-def test_the_watch_sees_where_the_host_waits_for_the_gpu():
+def test_watch_counts_waits_for_the_gpu():
     gpu.stand_in()
     for examples, waits in ((WAITING, 1), (AT_ONCE, 0)):
         for example in examples:
@@ -107,17 +107,17 @@ def test_the_watch_sees_where_the_host_waits_for_the_gpu():
             assert len(watch.waits) == waits, inspect.getsource(example)
 
 
-def test_the_libraries_of_the_torch_in_use_have_the_messages_of_the_table():
-    missing = {row.says for row in REFUSALS} - {*UNCHECKED}
+def test_torchs_libraries_contain_the_messages_of_refusals():
+    missing = {row.message for row in REFUSALS} - {*UNCHECKED}
     for name in ("libtorch_cuda.so", "libtorch_cpu.so"):
         file = os.open(Path(torch.__file__).parent / "lib" / name, os.O_RDONLY)
         library = mmap.mmap(file, 0, prot=mmap.PROT_READ)
-        missing = {says for says in missing if library.find(says.encode()) < 0}
+        missing = {message for message in missing if library.find(message.encode()) < 0}
     assert not missing
 
 
 def resolve_plan(model: str, precision: str, architecture: int, backend: str, batch: str) -> Plan:
-    """Settle the plan of one of the STEPS, of two micro-steps, on a GPU of its architecture."""
+    """Return the plan of one of STEPS, with two micro-steps, on a GPU of its architecture."""
     gpu.stand_in(architecture)
     micro_batch, seq_len = batch.split("x")
     return gpu.resolve_plan(
@@ -131,7 +131,7 @@ def resolve_plan(model: str, precision: str, architecture: int, backend: str, ba
 
 
 def check_call(kernel, *args):
-    """Check the tensors of a call to one of TileKernels' kernels, and do not run it."""
+    """Check the tensors of a call to a kernel of TileKernels without running it."""
     for parameter, given in zip(kernel.params, args, strict=True):
         if isinstance(given, torch.Tensor):
             assert (
@@ -140,10 +140,10 @@ def check_call(kernel, *args):
 
 
 @pytest.mark.parametrize("model, precision, architecture, backend, batch", STEPS + TILE)
-def test_no_kernel_refuses_a_step_an_evaluation_a_sample_decoding_or_an_export(
+def test_gpu_kernels_accept_all_operations_of_spider(
     model, precision, architecture, backend, batch
 ):
-    if backend == "tile":  # compile each kernel of TileKernels that is called, and do not run it
+    if backend == "tile":  # compile each kernel of TileKernels that is called, without running it
         os.environ |= dict(
             TILELANG_TARGET=f"cuda -arch=sm_{architecture}", TILELANG_DISABLE_CACHE="1"
         )
@@ -153,28 +153,28 @@ def test_no_kernel_refuses_a_step_an_evaluation_a_sample_decoding_or_an_export(
     documents, segments, max_seqlen = SIZES[batch][0]
     with FakeTensorMode(), Watch(segments) as watch:
         spider, optimizers = gpu.build(plan)
-        watch.waits.clear()  # of the initialization
+        watch.waits.clear()  # initialization waits, too
         gpu.step(plan, spider, optimizers, documents, max_seqlen, dropout=0.1)
         assert len(watch.waits) == plan.flags.grad_accum + 1, watch.waits
-        # of both products of each visit of a core layer
+        # two layers, two products per visit
         weight_grads = 2 * 2 * plan.flags.n_loops * plan.flags.grad_accum
         assert watch.count["grouped_weight_grad"] == (weight_grads if backend == "auto" else 0)
         ids = torch.empty(3, 64, dtype=torch.int64, device=gpu.DEVICE)
         watch.number = 4
         train.evaluate(spider, {"": (ids, ids)}, 3, 2, gpu.WORLD)
-        watch.truth = True  # logits are finite, and all rows have ended after one byte
+        watch.truth = True  # logits are finite, and all samples end after one byte
         train.log_sample(spider, 1, plan.flags, {"": (ids, ids)})
         assert watch.count["multinomial"] == 1
         spider.eval()
         with torch.no_grad(), spider.cast_weights_once():
-            for rows in (1, 3):
-                state = spider.decoding_state(rows, n_loops=2)
+            for n in (1, 3):
+                state = spider.decoding_state(n, n_loops=2)
+                # truth: whether a segment ends
                 for length, watch.truth in ((8, False), (1, False), (1, True)):
-                    # whether a segment ends
-                    logits = spider.step(ids[:rows, :length], state)[:, -1]
+                    logits = spider.step(ids[:n, :length], state)[:, -1]
                 draw(logits, 0, None, None, None)
                 draw(logits, 0.8, 50, 0.9, None)
-        from spider import modeling_spider as adapter  # imports transformers
+        from spider.inference import modeling_spider as adapter  # imports transformers
 
         adapter.Spider = gpu.always(spider)
         watch.truth = False
@@ -187,7 +187,7 @@ def test_no_kernel_refuses_a_step_an_evaluation_a_sample_decoding_or_an_export(
 
 
 @pytest.mark.parametrize("model, precision, architecture, backend, batch", STEPS)
-def test_a_compiled_step_has_the_graphs_of_the_first_whatever_its_bytes_and_settings(
+def test_compiled_steps_of_any_size_and_settings_add_no_graph(
     model, precision, architecture, backend, batch
 ):
     plan = resolve_plan(model, precision, architecture, backend, batch)
@@ -220,16 +220,16 @@ def test_a_compiled_step_has_the_graphs_of_the_first_whatever_its_bytes_and_sett
 
 @pytest.mark.slow
 @pytest.mark.parametrize("precision, architecture", CUBINS)
-def test_every_generated_kernel_compiles_to_a_cubin_in_each_configuration(precision, architecture):
+def test_generated_kernels_compile_in_every_configuration(precision, architecture):
     gpu.stand_in(architecture)
     plan = gpu.resolve_plan("1b", f"--precision={precision}")
     graphs = gpu.generating()
     with FakeTensorMode(), Watch(800):
         gpu.step(plan, *gpu.build(plan, compiled=True), documents=16)
-    names = {}  # of kernels, by their source: many graphs have the same
+    names = {}  # kernels by source, since graphs share kernels
     for graph in graphs:
         names |= {source: name for name, source in KERNEL.findall(graph.source)}
-    made = []  # the configurations of each kernel
+    made = []  # configurations of each kernel
     for source, name in names.items():
         kernel = getattr(PyCodeCache.load(source), name)
         kernel.precompile(warm_cache_only=True)

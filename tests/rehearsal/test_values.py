@@ -1,10 +1,10 @@
-"""The generated code of compiled layers computes what their operations mean: each kernel runs by
-Triton's interpreter.
+"""The generated code of compiled layers computes their operations: each kernel runs in Triton's
+interpreter.
 
-A graph runs several times on the same random inputs: its generated code, its own operations in
-fp32, and its own operations in their own dtypes, which round at the same places. Each result of the
-code must be as near to fp32 as those are. The code's choice of experts is used in all, and checked
-by itself, since rounding may decide a near-tie."""
+A graph runs several times on the same random inputs: as generated code, as its own operations in
+fp32, and as its own operations in their own dtypes, which round like the code. Each result of the
+code must be as near to fp32 as the operations in their own dtypes. All runs use the code's choice
+of experts, which has its own check, because rounding may flip near-ties."""
 
 import copy
 import math
@@ -21,17 +21,18 @@ from torch._inductor.runtime import triton_helpers
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map
 
-import interpreting  # noqa: F401  mends Triton's interpreter
+import interpreting  # noqa: F401  fixes Triton's interpreter
 from rehearsal import gpu
 from rehearsal.gpu import Graph, OnHost
+from rehearsal.peaks import LAYERS
 from rehearsal.refusals import Watch
 
 pytestmark = pytest.mark.rehearsal
 ENVIRONMENT = {"TRITON_INTERPRET": "1"}
-MARGIN = 1.5  # times the own operations' distance from fp32
-RUNS = 4  # in the own dtypes; one alone is too small a sample of rounding
+MARGIN = 1.5  # allowed error, relative to the error of the own operations
+RUNS = 4  # runs in the own dtypes; a single run is too small a sample of rounding
 EXPERTS = 6
-# No width is a power of two, so that masks matter; the first takes several blocks of a reduction.
+# No width is a power of two, so masks matter; reductions over hidden_size take several blocks.
 SMALL = (
     "hidden_size=1040,n_heads=2,q_lora_rank=48,kv_lora_rank=48,qk_nope_head_dim=32,"
     "qk_rope_head_dim=16,"
@@ -40,43 +41,43 @@ SMALL = (
     f"engram_dim=8"
 )
 LOW = {torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2}
-PLANTED = {  # pattern, replacement, how often at most; 0: everywhere
-    "a dropped mask": (r"tl\.where\((tmp\d+), (tmp\d+), tmp\d+\)", r"\2", 1),  # of the active rows
+PLANTED = {  # pattern, replacement, largest number of replacements (0: no limit)
+    # of active tokens
+    "a dropped mask": (r"tl\.where\((tmp\d+), (tmp\d+), tmp\d+\)", r"\2", 1),
     # of the rotary partner
     "a shifted index": (r"\(-(\d+)\) \+ x0\) % ", r"(-\1) + 1 + x0) % ", 0),
-    # the last block alone
+    # keeps only the last block
     "a missing reduction": (r"(tmp\d+) = _tmp\d+ \+ (tmp\d+)\n", r"\1 = \2\n", 0),
 }
 
 
-# References: products and attention are not generated; on both sides they are these.
+# References. Inductor generates neither products nor attention, so both sides use these functions.
 
 
 def attention_of(q: Tensor, k: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """Return how much each row attends to each, causally inside its document: [rows, H, width] ->
-    [H, rows, rows]."""
-    row = torch.arange(len(q))
-    document = torch.searchsorted(cu_seqlens[1:], row, right=True)
+    """Return causal attention weights in documents: [tokens, H, width] -> [H, tokens, tokens]."""
+    token = torch.arange(len(q))
+    document = torch.searchsorted(cu_seqlens[1:], token, right=True)
     score = torch.einsum("qhd,khd->hqk", q.float(), k.float()) * q.shape[-1] ** -0.5
     return score.masked_fill(
-        (document[:, None] != document) | (row[:, None] < row), -math.inf
+        (document[:, None] != document) | (token[:, None] < token), -math.inf
     ).softmax(-1)
 
 
 def varlen_attn(q, k, v, cu_seqlens, *_):
     out = torch.einsum("hqk,khd->qhd", attention_of(q, k, cu_seqlens), v.float())
-    log_sum = torch.zeros(q.shape[1], len(q))  # which only its backward reads
+    log_sum = torch.zeros(q.shape[1], len(q))  # only backward reads it
     return out.to(q.dtype).contiguous(), log_sum, torch.zeros(2, dtype=torch.uint64)
 
 
 def varlen_attn_backward(grad, q, k, v, out, log_sum, cu_seqlens, *_):
     p = attention_of(q, k, cu_seqlens)
     grad = grad.float()
-    of_p = torch.einsum("qhd,khd->hqk", grad, v.float())
-    of_score = p * (of_p - (of_p * p).sum(-1, keepdim=True)) * q.shape[-1] ** -0.5
+    grad_p = torch.einsum("qhd,khd->hqk", grad, v.float())
+    grad_score = p * (grad_p - (grad_p * p).sum(-1, keepdim=True)) * q.shape[-1] ** -0.5
     grads = (
-        torch.einsum("hqk,khd->qhd", of_score, k.float()),
-        torch.einsum("hqk,qhd->khd", of_score, q.float()),
+        torch.einsum("hqk,khd->qhd", grad_score, k.float()),
+        torch.einsum("hqk,qhd->khd", grad_score, q.float()),
         torch.einsum("hqk,qhd->khd", p, grad),
     )
     return tuple(t.to(q.dtype).contiguous() for t in grads)
@@ -93,7 +94,7 @@ def scaled_mm(a, b, scale_a, scale_b, *_, out_dtype=torch.bfloat16, out=None, **
 
 def grouped_mm(a, b, offs, *_, **__):
     if a.dim() == b.dim() == 2:
-        # on sm_100 a gradient of no rows is left uninitialized (pytorch issue 172439)
+        # on sm_100 a gradient from zero rows stays uninitialized (pytorch issue 172439)
         assert (offs.diff(prepend=offs.new_zeros(1)) > 0).all(), "an expert without rows"
     return torch._grouped_mm(a, b, offs)
 
@@ -108,8 +109,8 @@ REFERENCES = {
 
 
 class Own(OnHost):
-    """Run operations on the host, with `wide` all of them in fp32. `order`: of the experts of each
-    row, where scores are sorted; `scores`: what was sorted."""
+    """Run operations on the host, all in fp32 if `wide`. `order`: replaces the order of each
+    token's experts when scores are sorted; `scores`: the sorted scores."""
 
     def __init__(self, order: Tensor | None = None, wide: bool = False):
         super().__init__()
@@ -118,7 +119,7 @@ class Own(OnHost):
         self.scores = None
 
     def run(self, graph: Graph, args: list, nudge: float = 0.0) -> list:
-        """Run a graph on copies of inputs, with numbers moved by about this share of them."""
+        """Run a graph on copies of inputs, which are perturbed by a relative `nudge`."""
         args = copy.deepcopy(args)
         for arg in args if nudge else ():
             if isinstance(arg, Tensor) and arg.dtype in (torch.bfloat16, torch.float32):
@@ -147,8 +148,8 @@ class Own(OnHost):
 
 
 class Kernel:
-    """A generated Triton kernel, launched like by Inductor, with small blocks so that several of
-    them are at work."""
+    """A generated Triton kernel, launched as by Inductor, but with small blocks, so that several
+    blocks share the work."""
 
     def __init__(self, name: str, source: str, device_str: str):
         module = PyCodeCache.load(
@@ -171,8 +172,8 @@ class Kernel:
 
 
 def run_generated(source: str, args: list) -> list:
-    """Run the code that was generated for a graph."""
-    # the interpreter calls its own for every number
+    """Run the code generated for a graph."""
+    # the interpreter would call Inductor's max2 for every number
     triton_helpers.max2 = lambda x, dim: tl.max(x, dim)
     AsyncCompile.triton = Kernel
     guards._empty_strided_cuda = guards._empty_strided_cpu
@@ -184,10 +185,9 @@ def run_generated(source: str, args: list) -> list:
 
 
 def inputs_of(graph: Graph, known: dict) -> list:
-    """Draw the inputs of a graph, except for those that are known by name: what forward saved for
-    backward."""
+    """Draw the inputs of a graph, except inputs in `known`, which forward saved for backward."""
     values = {node.name: node.meta["val"] for node in graph.inputs}
-    rows = next(
+    tokens = next(
         int(value.shape[0])
         for value in values.values()
         if isinstance(value, Tensor) and value.dtype == torch.bfloat16 and value.dim() == 2
@@ -197,27 +197,27 @@ def inputs_of(graph: Graph, known: dict) -> list:
         if name in known:
             inputs.append(known[name])
         elif isinstance(value, Tensor):
-            inputs.append(draw(value, rows))
+            inputs.append(draw(value, tokens))
         else:
             inputs.append(int(value))
     return inputs
 
 
-def draw(like: Tensor, rows: int) -> Tensor:
-    """Draw numbers of the kind that a tensor of this dtype and shape holds."""
+def draw(like: Tensor, tokens: int) -> Tensor:
+    """Draw numbers that suit a tensor of this dtype and shape."""
     dtype = like.dtype
     shape = [int(n) for n in like.shape]
     stride = [int(n) for n in like.stride()]
     size = 1 + sum((n - 1) * step for n, step in zip(shape, stride, strict=True))
     if dtype == torch.int32:  # cu_seqlens of a few documents
-        flat = torch.linspace(0, rows, size).round()
+        flat = torch.linspace(0, tokens, size).round()
     elif dtype == torch.int64:
-        flat = torch.randint(0, rows, (size,))
+        flat = torch.randint(0, tokens, (size,))
     elif dtype == torch.bool:
         flat = torch.rand(size) > 0.3
-    elif shape == [EXPERTS]:  # the experts' bias: nothing chooses the last one
+    elif shape == [EXPERTS]:  # the experts' bias; no token chooses the last expert
         flat = torch.tensor([0.0] * (size - 1) + [-10.0])
-    elif not shape or len(shape) > 1 and shape[-1] == 1:  # scales of FP8; reciprocals of norms
+    elif not shape or len(shape) > 1 and shape[-1] == 1:  # FP8 scales, reciprocal norms
         flat = torch.rand(size) + 0.5
     else:
         flat = torch.randn(size) / math.sqrt(shape[-1] if len(shape) > 1 else 1)
@@ -225,8 +225,8 @@ def draw(like: Tensor, rows: int) -> Tensor:
 
 
 def distance(results: list, exact: list) -> list[float]:
-    """Return how far each result is off, relative to its size; of what is no tensor, whether it
-    differs."""
+    """Return the relative error of each result; for values that are no tensors, whether they
+    differ."""
     return [
         float((a.float() - b.float()).norm() / b.float().norm().clamp_min(1e-9))
         if isinstance(a, Tensor)
@@ -236,12 +236,12 @@ def distance(results: list, exact: list) -> list[float]:
 
 
 def faults_of(graph: Graph, source: str, args: list) -> tuple[list[str], list]:
-    """Run a graph's code; return what is wrong with its results, and the results. Rounding is what
-    the graph's own operations are off at most in RUNS, all but the first on inputs moved by the
-    size of bf16's rounding."""
+    """Run a graph's code; return the faults of its results, and the results. Rounding is the
+    largest error of the graph's own operations over RUNS runs; all except the first perturb the
+    inputs by the size of bf16's rounding."""
     results = run_generated(source, args)
     faults = []
-    order = None  # of the experts of each row, as the code chose it
+    order = None  # each token's experts in the order chosen by the code
     for node, result in zip(graph.outputs, results, strict=True):
         if re.match(r"\(sort\w*, 1\)", str(getattr(node, "args", ""))):
             order = result
@@ -264,12 +264,12 @@ def faults_of(graph: Graph, source: str, args: list) -> tuple[list[str], list]:
 
 
 @pytest.mark.parametrize("precision", ("bf16", "fp8"))
-def test_generated_code_computes_what_its_graph_means_and_planted_faults_are_found(precision):
+def test_generated_code_computes_its_graph_and_planted_faults_are_found(precision):
     gpu.stand_in()
     plan = gpu.resolve_plan(
         "1b",
         f"--precision={precision}",
-        f"--set={gpu.LAYERS},{SMALL}",
+        f"--set={LAYERS},{SMALL}",
         "--seq_len=32",
         "--micro_batch=2",
     )
@@ -279,14 +279,14 @@ def test_generated_code_computes_what_its_graph_means_and_planted_faults_are_fou
     with FakeTensorMode(), Watch(24):
         gpu.step(plan, *gpu.build(plan, compiled=True), documents=3)
     torch.manual_seed(0)
-    # The forward pass of a core layer in a later loop, which has a mask of the active rows
+    # The forward pass of a core layer in a later loop, which has a mask of active tokens
     later_loop = max(
         i
         for i, graph in enumerate(graphs)
         if not graph.backward
         and all(re.search(pattern, graph.source) for pattern, _, _ in PLANTED.values())
     )
-    for i, graph in enumerate(graphs):  # each forward one before its backward one
+    for i, graph in enumerate(graphs):  # each forward graph precedes its backward graph
         args = inputs_of(graph, known if graph.backward else {})
         faults, results = faults_of(graph, graph.source, args)
         found += faults
@@ -295,6 +295,6 @@ def test_generated_code_computes_what_its_graph_means_and_planted_faults_are_fou
             for node, value in zip(graph.inputs + graph.outputs, args + results, strict=True)
         }
         for fault, (pattern, replacement, count) in PLANTED.items() if i == later_loop else ():
-            source, places = re.subn(pattern, replacement, graph.source, count=count)
-            assert places and faults_of(graph, source, args)[0], fault
+            source, changes = re.subn(pattern, replacement, graph.source, count=count)
+            assert changes and faults_of(graph, source, args)[0], fault
     assert len(graphs) == 16 and not found, found

@@ -1,5 +1,4 @@
-"""Checkpoints: written atomically, read without executing anything, and copied into the run by
-name."""
+"""Checkpoints: atomic writes, loading without executing anything, copying into the run by name."""
 
 import copy
 import errno
@@ -37,7 +36,7 @@ NO_EVAL = "--eval_every 0"
 
 
 def steps_in_names(directory) -> list[int]:
-    """Steps in the names of a directory's files, which may be damaged."""
+    """Return the steps in a directory's file names; the files may be damaged."""
     return sorted(int(path.stem[11:]) for path in directory.glob("spider-step*.pt"))
 
 
@@ -45,7 +44,7 @@ def steps_in_names(directory) -> list[int]:
 # Damaged files
 
 
-def test_altered_byte_or_missing_end_is_refused_or_harmless(train_small):
+def test_altered_or_truncated_checkpoint_is_refused_or_equal(train_small):
     path = train_small(NO_EVAL, steps=1) / "spider-step1.pt"
     content = path.read_bytes()
     original = load_checkpoint(path)
@@ -70,7 +69,7 @@ def test_altered_byte_or_missing_end_is_refused_or_harmless(train_small):
             load_checkpoint(path)
 
 
-def test_run_resumes_exactly_from_the_checkpoint_before_a_damaged_one(train_small, new_log):
+def test_run_resumes_bitwise_from_the_checkpoint_before_a_damaged_one(train_small, new_log):
     flags = "--ckpt_every 3"
     whole = train_small(flags, ckpt="whole")
     directory = train_small(flags)
@@ -85,9 +84,7 @@ def test_run_resumes_exactly_from_the_checkpoint_before_a_damaged_one(train_smal
     assert_same_runs(directory, whole)
 
 
-def test_directory_with_only_damaged_checkpoints_is_unchanged_until_a_copy_in_it_is_named(
-    train_small, error_of
-):
+def test_run_with_only_damaged_checkpoints_is_refused_and_unchanged(train_small, error_of):
     directory = train_small(steps=3)
     good = shutil.copy(directory / "spider-step3.pt", directory / "spider-step3-copy.pt")
     (directory / "spider-step3.pt").write_bytes(b"no checkpoint")
@@ -101,7 +98,7 @@ def test_directory_with_only_damaged_checkpoints_is_unchanged_until_a_copy_in_it
     assert saved_steps(directory) == [6]
 
 
-def test_directory_in_use_is_refused_except_for_a_dry_run(tmp_path, train_small, error_of):
+def test_directory_in_use_is_refused_except_for_dry_runs(tmp_path, train_small, error_of):
     directory = tmp_path / "run"
     directory.mkdir()
     with locked(directory):
@@ -109,7 +106,7 @@ def test_directory_in_use_is_refused_except_for_a_dry_run(tmp_path, train_small,
         train_small("--dry_run")
 
 
-# Load a checkpoint, and then again under two limits: print the errors.
+# Load a checkpoint, then load it again under each of two limits and print the errors.
 LIMITED = """
 import os, pathlib, re, resource, sys
 import torch
@@ -131,9 +128,7 @@ load(resource.RLIMIT_NOFILE, os.dup(0))
 """
 
 
-def test_lack_of_memory_or_of_file_handles_is_told_as_such_and_is_no_damage(
-    tmp_path, saved_by_adamw8bit
-):
+def test_lack_of_memory_or_file_handles_is_not_reported_as_damage(tmp_path, saved_by_adamw8bit):
     saved_by_adamw8bit["model_state_dict"]["large"] = torch.zeros(16 << 20)  # 64 MiB
     torch.save(saved_by_adamw8bit, tmp_path / "large.pt")
     del saved_by_adamw8bit["model_state_dict"]["large"]
@@ -142,10 +137,10 @@ def test_lack_of_memory_or_of_file_handles_is_told_as_such_and_is_no_damage(
     assert done.stdout.splitlines() == expected, done.stderr
 
 
-def test_run_whose_checkpoint_may_not_be_read_is_refused_and_unchanged(
+def test_run_with_an_unreadable_checkpoint_is_refused_and_unchanged(
     train_small, monkeypatch, error_of
 ):
-    """It does not resume from the one before, which would lose steps."""
+    """Resuming from the previous checkpoint would lose steps."""
     directory = train_small(f"--ckpt_every 1 {NO_EVAL}", steps=2)
     before = contents(directory)
     load = torch.load
@@ -163,7 +158,7 @@ def test_run_whose_checkpoint_may_not_be_read_is_refused_and_unchanged(
 # --------------------------------------------------------------------------------------------------
 # Crafted files
 
-# Statements that change a checkpoint of 8-bit AdamW. `values` are the tensors of parameter 0.
+# Statements that alter a checkpoint of 8-bit AdamW. `values` are the tensors of parameter 0.
 CRAFTED = """
     saved["epoch"] = Harmful(directory)
     write_compressed(saved, directory)
@@ -186,7 +181,7 @@ CRAFTED = """
 
 
 class Harmful:
-    """Its pickle would make a file."""
+    """An object that creates a file when it is unpickled."""
 
     def __init__(self, directory: Path):
         self.directory = directory
@@ -196,7 +191,7 @@ class Harmful:
 
 
 def write_compressed(saved: dict, directory: Path):
-    """Write a checkpoint as a compressed archive, which could take any amount of memory."""
+    """Write a checkpoint as a compressed archive, which could expand to any size."""
     torch.save(saved, directory / "plain.pt")
     with zipfile.ZipFile(directory / "plain.pt") as plain:
         records = {name: plain.read(name) for name in plain.namelist()}
@@ -207,14 +202,16 @@ def write_compressed(saved: dict, directory: Path):
 
 @pytest.fixture(scope="module")
 def saved_by_adamw8bit(tmp_path_factory) -> dict:
-    """The checkpoint of a run of one step with 8-bit AdamW."""
+    """Return the checkpoint of a one-step run with 8-bit AdamW."""
     root = tmp_path_factory.mktemp("adamw8bit")
     shards = make_shards(root / "data")
     return final_state(run(root, shards, "--optimizer adamw8bit", NO_EVAL, steps=1))
 
 
 @pytest.mark.parametrize("statement", CRAFTED.strip().splitlines())
-def test_crafted_checkpoint_is_refused_in_a_line(tmp_path, saved_by_adamw8bit, error_of, statement):
+def test_crafted_checkpoint_is_refused_in_one_line(
+    tmp_path, saved_by_adamw8bit, error_of, statement
+):
     saved = copy.deepcopy(saved_by_adamw8bit)
     by_param = saved["optimizer_state_dict"]["adamw8bit"]["state"]
     names = dict(
@@ -233,11 +230,9 @@ def test_crafted_checkpoint_is_refused_in_a_line(tmp_path, saved_by_adamw8bit, e
     assert not (tmp_path / "harm").exists()
 
 
-def test_checkpoint_with_other_dtypes_layouts_and_settings_resumes_like_the_original(
-    tmp_path, train_small
-):
-    """The values are copied into tensors of the run, which keeps its own settings. A recorded flag
-    may have any value that the command line takes."""
+def test_checkpoint_with_other_dtypes_and_layouts_resumes_bitwise(tmp_path, train_small):
+    """Values are copied into the run's own tensors; the run keeps its own settings. A recorded flag
+    may have any value that the command line accepts."""
     flags = f"--optimizer adamw --grad_clip 1e30 {NO_EVAL}"
     directory = train_small(flags, steps=2)
     saved = final_state(directory)
@@ -257,9 +252,7 @@ def test_checkpoint_with_other_dtypes_layouts_and_settings_resumes_like_the_orig
     assert_same_runs(train_small(flags, steps=3, ckpt="other"), whole)
 
 
-def test_every_entry_is_read_and_missing_loops_of_training_are_those_of_the_model(
-    tmp_path, saved_by_adamw8bit
-):
+def test_all_entries_are_loaded_and_n_loops_defaults_to_the_models(tmp_path, saved_by_adamw8bit):
     path = tmp_path / "a.pt"
     torch.save(saved_by_adamw8bit, path)
     saved = load_checkpoint(path)
@@ -270,10 +263,10 @@ def test_every_entry_is_read_and_missing_loops_of_training_are_those_of_the_mode
 
 
 # --------------------------------------------------------------------------------------------------
-# Of another model
+# Checkpoints of another model or optimizer
 
 
-def test_other_optimizer_than_the_checkpoints_is_refused_by_name(train_small, error_of):
+def test_changed_optimizer_is_refused_by_name(train_small, error_of):
     directory = train_small("--optimizer adamw", steps=1)
     before = contents(directory)
     line = error_of("--optimizer muon")
@@ -282,7 +275,7 @@ def test_other_optimizer_than_the_checkpoints_is_refused_by_name(train_small, er
     assert contents(directory) == before
 
 
-def test_other_model_than_the_checkpoints_is_refused_with_its_fields(
+def test_changed_model_is_refused_with_the_differing_fields(
     tmp_path, shards, train_small, error_of, capsys
 ):
     origin = train_small(steps=1) / "spider-step1.pt"
@@ -317,7 +310,7 @@ def test_save_copies_the_state_and_waits_only_for_the_previous_write(tmp_path):
     for step in (1, 2):
         may_write = Event()
         writer.thread.submit(may_write.wait)
-        weight.fill_(step)  # training continues while the previous step's file is not written
+        weight.fill_(step)  # training continues although the previous file is not written yet
         save(writer, step, nested=dict(weight=weight))
         memory.add(writer.host_copy["nested"]["weight"].data_ptr())
         assert steps_in_names(tmp_path) == [*range(1, step)]
@@ -326,15 +319,15 @@ def test_save_copies_the_state_and_waits_only_for_the_previous_write(tmp_path):
     for step in (1, 2):
         saved = torch.load(tmp_path / f"spider-step{step}.pt")
         assert (saved["nested"]["weight"] == step).all()
-    assert len(memory) == 1  # the second copy has taken that of the first
+    assert len(memory) == 1  # the second copy reuses the memory of the first
 
 
-def test_save_waits_for_copies_out_of_gpu_memory_before_it_writes(tmp_path, monkeypatch):
-    """They end when the host waits for them."""
+def test_save_waits_for_copies_from_the_gpu_before_it_writes(tmp_path, monkeypatch):
+    """The copies finish when the host synchronizes."""
     writer = writer_in(tmp_path)
 
     def synchronize():
-        writer.thread.submit(int).result()  # a write that had begun would end before
+        writer.thread.submit(int).result()  # a write already started would end first
         writer.host_copy["weight"].fill_(1)
 
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
@@ -344,9 +337,9 @@ def test_save_waits_for_copies_out_of_gpu_memory_before_it_writes(tmp_path, monk
     assert torch.load(tmp_path / "spider-step1.pt")["weight"].tolist() == [1, 1, 1]
 
 
-def test_unfinished_files_of_a_killed_process_are_deleted(tmp_path, capsys):
+def test_unfinished_files_of_killed_processes_are_deleted(tmp_path, capsys):
     (tmp_path / ".spider-step7.pt.0123abcd.tmp").touch()
-    (tmp_path / ".spider-step6.pt.0123abcd.tmp").mkdir()  # stands for one that cannot be deleted
+    (tmp_path / ".spider-step6.pt.0123abcd.tmp").mkdir()  # stands for a file that cannot be deleted
     (tmp_path / ".spider-step5.pt.mine.tmp").touch()
     writer_in(tmp_path)
     left = sorted(path.name for path in tmp_path.iterdir())
@@ -354,13 +347,13 @@ def test_unfinished_files_of_a_killed_process_are_deleted(tmp_path, capsys):
     assert capsys.readouterr().err.count("cannot be deleted") == 1
 
 
-def test_old_checkpoint_that_cannot_be_deleted_is_logged_once_and_saves_continue(tmp_path, capsys):
+def test_undeletable_checkpoint_is_logged_once_and_saving_continues(tmp_path, capsys):
     start_log()
     writer = writer_in(tmp_path)
     save(writer, 1)
     assert writer.holds(1)
     (tmp_path / "spider-step1.pt").unlink()
-    (tmp_path / "spider-step1.pt").mkdir()  # root may delete any file, but not a directory so
+    (tmp_path / "spider-step1.pt").mkdir()  # unlink fails on a directory, even for root
     for step in (2, 3, 4, 5):
         save(writer, step)
         assert writer.holds(step)
@@ -368,7 +361,7 @@ def test_old_checkpoint_that_cannot_be_deleted_is_logged_once_and_saves_continue
     assert steps_in_names(tmp_path) == [1, 4, 5]
 
 
-def test_newest_two_checkpoints_that_had_not_exploded_are_kept_beside_the_newest(tmp_path):
+def test_keep_last_counts_no_exploded_checkpoints(tmp_path):
     writer = writer_in(tmp_path)
     kept = []
     for step in range(1, 8):
@@ -379,21 +372,21 @@ def test_newest_two_checkpoints_that_had_not_exploded_are_kept_beside_the_newest
 
 
 def test_metrics_are_synced_before_a_checkpoint_gets_its_name(train_small, monkeypatch):
-    """Else a power loss could leave a checkpoint whose lines are missing."""
+    """Otherwise a power loss could leave a checkpoint without its lines of metrics.jsonl."""
     events = []
 
-    def note_calls(owner, name, describe):
+    def record_calls(owner, name, describe):
         real = getattr(owner, name)
 
-        def noted(*args):
+        def recorded(*args):
             events.append(describe(*args))
             return real(*args)
 
-        monkeypatch.setattr(owner, name, noted)
+        monkeypatch.setattr(owner, name, recorded)
 
-    note_calls(Metrics, "write", lambda *_: "line")
-    note_calls(os, "fsync", lambda number: f"synced {Path(f'/dev/fd/{number}').readlink().name}")
-    note_calls(os, "replace", lambda _, path: f"named {Path(path).name}")
+    record_calls(Metrics, "write", lambda *_: "line")
+    record_calls(os, "fsync", lambda number: f"synced {Path(f'/dev/fd/{number}').readlink().name}")
+    record_calls(os, "replace", lambda _, path: f"named {Path(path).name}")
     directory = train_small(NO_EVAL, steps=2)
     named = events.index("named spider-step2.pt")
     last_line, metrics_synced, file_synced = events[named - 3 : named]
@@ -410,9 +403,9 @@ def test_metrics_are_synced_before_a_checkpoint_gets_its_name(train_small, monke
 WITHOUT_BEST = "--eval_every 2 --ckpt_every 3"
 
 
-def test_keep_best_keeps_the_lowest_validation_loss_beside_the_newest(train_small, losses):
-    """Steps 4 and 10 are the best so far, and no multiples of --ckpt_every; wherever the run was
-    cut, it is known."""
+def test_keep_best_keeps_the_lowest_validation_loss_and_the_newest(train_small, losses):
+    """Steps 4 and 10, the best so far, are no multiples of --ckpt_every. The run knows its best
+    checkpoint wherever it was stopped."""
     for steps, best in ((5, 4), (9, 4), (12, 10), (18, 10)):
         directory = train_small(WITHOUT_BEST, "--keep_best", steps=steps)
         assert best_checkpoint(directory).step == best
@@ -420,8 +413,8 @@ def test_keep_best_keeps_the_lowest_validation_loss_beside_the_newest(train_smal
     assert best_checkpoint(directory).val_loss == 1.0
 
 
-def test_damaged_checkpoint_of_a_later_step_does_not_count_as_kept(train_small):
-    """Only a look at its tensors shows the damage. Another directory has nothing saved yet."""
+def test_damaged_newer_checkpoint_does_not_count_for_keep_last(train_small):
+    """The damage shows only in the tensors. In a new directory nothing is saved yet."""
     flags = f"--ckpt_every 1 {NO_EVAL}"
     directory = train_small(flags, steps=2)
     other = train_small(flags, "--resume", directory / "spider-step1.pt", steps=2, ckpt="other")
@@ -435,7 +428,7 @@ def test_damaged_checkpoint_of_a_later_step_does_not_count_as_kept(train_small):
     assert steps_in_names(directory) == [1, 2, 3]
 
 
-def test_best_checkpoint_without_keep_best_is_the_best_of_the_newest(train_small, losses):
+def test_without_keep_best_the_best_checkpoint_is_among_the_newest(train_small, losses):
     directory = train_small(WITHOUT_BEST, steps=18)
     assert steps_in_names(directory) == [15, 18]
     assert best_checkpoint(directory).step == 18
@@ -445,7 +438,7 @@ def test_best_checkpoint_without_keep_best_is_the_best_of_the_newest(train_small
 
 
 def test_renamed_checkpoint_is_skipped(train_small, new_log):
-    """Else every restart would go back to it."""
+    """Otherwise every restart would go back to it."""
     flags = f"--ckpt_every 2 {NO_EVAL}"
     directory = train_small(flags, steps=4)
     for name in ("spider-step9.pt", "spider-step2-mine.pt"):

@@ -1,4 +1,4 @@
-"""Curves of runs: what is drawn of metrics.jsonl, at a run's end and as a command."""
+"""Curves of runs, drawn from metrics.jsonl at the end of a run and by the command."""
 
 import json
 import math
@@ -18,7 +18,7 @@ from spider.training.curves import draw_curves
 figure = pytest.importorskip("matplotlib.figure")
 
 # --------------------------------------------------------------------------------------------------
-# What is drawn
+# Panels
 
 
 def curves_of(**quantities) -> curves.Curves:
@@ -31,7 +31,7 @@ def curves_of(**quantities) -> curves.Curves:
 
 @pytest.fixture
 def panels(monkeypatch, tmp_path):
-    """Draw runs; return the panels by title, which are not rendered."""
+    """Draw runs without rendering; return the panels by title."""
 
     def draw(*runs: curves.Curves) -> dict:
         figures = []
@@ -47,7 +47,7 @@ def panels(monkeypatch, tmp_path):
     return draw
 
 
-def test_only_finite_numbers_of_metrics_are_drawn_and_losses_in_bits(tmp_path):
+def test_only_finite_metrics_are_drawn_and_losses_in_bits(tmp_path):
     assert curves.read_curves(tmp_path) == {}
     lines = [json.dumps(dict(step=n, bytes_seen=100 * n, loss=2 * n)) for n in (1, 2)]
     others = ["[1]", '{"step": 1', '{"step": 3, "bytes_seen": 300, "loss": null, "lr": null}']
@@ -58,7 +58,7 @@ def test_only_finite_numbers_of_metrics_are_drawn_and_losses_in_bits(tmp_path):
     assert found.keys() == {"step", "bytes_seen", "loss", "bpb"}
 
 
-def test_there_is_a_panel_for_each_quantity_of_some_run_and_the_first_tenth_sets_no_axis(panels):
+def test_each_quantity_has_a_panel_scaled_without_the_first_tenth(panels):
     steps = np.arange(100)
     run = curves_of(
         bpb=np.where(steps < 10, 9.0, 2.0 + steps / 100),
@@ -74,7 +74,7 @@ def test_there_is_a_panel_for_each_quantity_of_some_run_and_the_first_tenth_sets
     assert list(panels(run, looped)) == [titles[0], "loops until halting", titles[1]]
 
 
-def test_a_panel_has_a_moving_average_and_validation_as_circles(panels):
+def test_panel_has_a_moving_average_and_validation_as_circles(panels):
     steps = np.arange(199)
     noisy = 5.0 - 0.01 * steps + np.where(steps % 10 == 0, 1, 0)
     axes = panels(curves_of(bpb=noisy, val_bpb=[4.0, 3.0, 3.5]))["bits per byte"]
@@ -90,14 +90,14 @@ def test_a_panel_has_a_moving_average_and_validation_as_circles(panels):
 
 @pytest.fixture
 def curves_are_drawn(monkeypatch):
-    """Undo that conftest lets tests draw nothing."""
+    """Undo the patch with which conftest skips drawing."""
     monkeypatch.setattr(curves, "draw_curves", draw_curves)
 
 
-def test_a_run_draws_its_curves_and_never_fails_for_them(
+def test_run_draws_its_curves_and_never_fails_over_them(
     tmp_path, monkeypatch, train_small, new_log, curves_are_drawn
 ):
-    """At its end; once in a while at an evaluation, here that of step 2; not after a signal."""
+    """A run draws at its end and at some evaluations, here at step 2, but not after a signal."""
     monkeypatch.setattr(train, "REDRAW_SECONDS", 0.0)
     with signal_in_step(3):
         directory = train_small("--eval_every 2", status=STOPPED, steps=4)
@@ -107,9 +107,9 @@ def test_a_run_draws_its_curves_and_never_fails_for_them(
     train_small("--eval_every 9", steps=5)
     assert new_log().count(f"curves: {picture}") == 1
     picture.unlink()
-    curves.write_curves(tmp_path, ends=True)  # where there is no step
+    curves.write_curves(tmp_path, ends=True)  # no step to draw
     assert not (tmp_path / "curves.png").exists()
-    with monkeypatch.context() as patch:  # as if it were not installed
+    with monkeypatch.context() as patch:  # matplotlib is not installed
         for name in ("matplotlib", "matplotlib.figure"):
             patch.setitem(sys.modules, name, None)
         train_small(steps=6)
@@ -120,10 +120,8 @@ def test_a_run_draws_its_curves_and_never_fails_for_them(
     assert "could not draw curves.png" in new_log()
 
 
-def test_runs_are_labelled_by_their_directories_or_as_the_command_says(
-    trained, monkeypatch, in_tmp_path
-):
-    """Characters that the font lacks are no warning."""
+def test_runs_are_labelled_by_directory_or_by_the_command(trained, monkeypatch, in_tmp_path):
+    """Characters missing from the font raise no warning."""
     for name in ("a", "x=y"):
         Path(name).symlink_to(trained)
     drawn = []
@@ -139,7 +137,7 @@ def test_runs_are_labelled_by_their_directories_or_as_the_command_says(
     assert drawn == [["a", "x=y", "_漢"]]
 
 
-def test_a_command_without_runs_or_with_one_that_has_no_steps_is_refused(trained):
+def test_command_without_runs_or_steps_is_refused(trained):
     for argv, error in (([], "usage"), ([str(trained), "a=gone"], "gone: there is no")):
         with pytest.raises(UsageError, match=error):
             curves.main(["out.png", *argv])

@@ -1,5 +1,5 @@
-"""Several ranks under gloo: the numbers of one rank on any layout, one checkpoint for all, stops
-and faults."""
+"""Several ranks under gloo: equal results on every layout, one checkpoint for all, stops and
+faults."""
 
 import os
 import re
@@ -37,11 +37,11 @@ from spider.training import optim
 from spider.training.distributed import World
 
 NO_EVAL = "--eval_every 0"
-HALVED = f"{SMALL},engram_byte_dim=32"  # halves of its matrices end with a block of 8-bit AdamW
+HALVED = f"{SMALL},engram_byte_dim=32"  # half of each matrix fills whole blocks of 8-bit AdamW
 
 
 def end_well(job) -> str:
-    """Wait for the end of torchrun, which must succeed; return the log."""
+    """Wait until torchrun ends, which must succeed; return the log."""
     _, log = job.communicate(timeout=LIMIT)
     assert job.returncode == 0, log
     return log
@@ -67,14 +67,14 @@ NOWHERE = dict(RANK="1", WORLD_SIZE="4", MASTER_ADDR="127.0.0.1", MASTER_PORT="1
         (TWO, 1, "MASTER_ADDR expected, but not set.*: start all ranks with torchrun"),
     ),
 )
-def test_ranks_that_cannot_join_are_told_why(monkeypatch, environ, shards, message):
+def test_failed_join_reports_the_reason(monkeypatch, environ, shards, message):
     for variable in environ.items():
         monkeypatch.setenv(*variable)
     with pytest.raises(WorldError, match=message):
         World(environ).join(torch.device("cpu"), shards, 1.0)
 
 
-def test_ranks_that_do_not_meet_within_a_minute_are_told_why(monkeypatch):
+def test_joining_for_more_than_a_minute_logs_a_warning(monkeypatch):
     events = Mock()
     monkeypatch.setattr(threading, "Timer", events.Timer)
     world = World(rank_variables(0, 2, port=0))
@@ -95,11 +95,11 @@ def test_ranks_that_do_not_meet_within_a_minute_are_told_why(monkeypatch):
         ("aba", 2, [0, 1, 0], "ranks 0, 2 of 3 would share GPUs"),
     ),
 )
-def test_rank_takes_the_gpu_of_its_local_rank_or_the_only_visible_one_and_shares_none(
+def test_rank_takes_the_gpu_of_its_local_rank_and_shares_none(
     monkeypatch, gpus, visible, indices, message
 ):
-    """Each rank in turn, after the others told which of `gpus` they have. Without CUDA it
-    cannot start NCCL. torchrun has started the ranks again, with the store of those before."""
+    """Each rank in turn joins after the others have stored their entries of `gpus`; without CUDA
+    it fails to start NCCL. torchrun has restarted the ranks with the store of earlier attempts."""
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "3")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: visible)
@@ -120,7 +120,7 @@ def test_rank_takes_the_gpu_of_its_local_rank_or_the_only_visible_one_and_shares
         assert world.device.index == index
 
 
-def test_one_process_reads_each_batch_when_it_is_due():
+def test_single_process_reads_each_batch_when_due():
     read = []
 
     def batches():
@@ -134,7 +134,7 @@ def test_one_process_reads_each_batch_when_it_is_due():
 
 
 # --------------------------------------------------------------------------------------------------
-# The numbers of one rank
+# Equal results
 
 
 @pytest.mark.parametrize(
@@ -145,10 +145,10 @@ def test_one_process_reads_each_batch_when_it_is_due():
     ),
     ids=("from one to two replicas", "from two shards to one"),
 )
-def test_run_resumed_on_another_number_of_ranks_has_the_same_losses(
+def test_run_resumed_on_a_different_number_of_ranks_has_equal_losses(
     tmp_path, shards, argv_of, run_on, first, flags, flags_of_two
 ):
-    """Six steps on one rank, then six on two, or the other way round, against twelve on one."""
+    """Compare six steps on one rank and six on two, in either order, with twelve on one."""
     other = make_shards(tmp_path / "other")
     flags += f" --global_batch 128 --precision fp32 --data_dir {shards}:0.7,{other}:0.3"
     flags += " --ckpt_every 6 --eval_every 6"
@@ -164,8 +164,8 @@ def test_run_resumed_on_another_number_of_ranks_has_the_same_losses(
     assert_same_losses(tmp_path / "alone", tmp_path / "run", steps=12)
 
 
-# Random loops, an epoch every few steps that clears the tables, dropout from the second on, and an
-# evaluation smaller than ranks x batch.
+# Random loops; an epoch every few steps, which clears the tables; dropout from the second epoch on;
+# an evaluation smaller than ranks x batch.
 ALL = (
     "--global_batch 768 --eval_tokens 96 --random_loops --engram_reset --dropout 0.2 "
     f"--no_gradient_checkpointing --set {HALVED}"
@@ -177,10 +177,10 @@ WORDS = f"--global_batch 64 --seq_len 4 --eval_tokens 96 --set {SMALL},boundarie
 @pytest.mark.parametrize(
     "ranks, split, steps, flags",
     (
-        # Few steps: at the start almost nothing is unpooled, and the norm of the core's own loss
-        # amplifies rounding.
+        # Few steps, because at the start almost nothing is unpooled, and normalization before the
+        # core's own loss amplifies rounding.
         (2, 2, 6, f"{FEW},boundaries=learned,segment_offsets=3,core_loss_weight=0.2"),
-        # Most rows of four bytes have no segment.
+        # Most sequences of four bytes have no segment.
         pytest.param(4, 2, 12, WORDS, marks=pytest.mark.slow),
         *(
             pytest.param(*layout, 20, f"{ALL} --optimizer {optimizer}", marks=pytest.mark.slow)
@@ -188,7 +188,9 @@ WORDS = f"--global_batch 64 --seq_len 4 --eval_tokens 96 --set {SMALL},boundarie
         ),
     ),
 )
-def test_ranks_have_the_losses_of_one(tmp_path, argv_of, run_on, ranks, split, steps, flags):
+def test_several_ranks_have_the_losses_of_one_rank(
+    tmp_path, argv_of, run_on, ranks, split, steps, flags
+):
     flags += " --precision fp32"
     runs_alone(argv_of(flags, steps=steps, ckpt="alone"))
     run_on(ranks, argv_of(flags, f"--shards {split}", steps=steps))
@@ -196,7 +198,7 @@ def test_ranks_have_the_losses_of_one(tmp_path, argv_of, run_on, ranks, split, s
 
 
 @pytest.mark.slow
-def test_shards_that_would_split_a_block_of_8_bit_adamw_are_refused(argv_of, run_on):
+def test_shards_splitting_a_block_of_8_bit_adamw_are_refused(argv_of, run_on):
     argv = argv_of(f"--optimizer adamw8bit --shards 3 --set {HALVED}")
     assert "a scale in 8-bit AdamW" in run_on(3, argv, status=2)
 
@@ -209,7 +211,7 @@ def test_shards_that_would_split_a_block_of_8_bit_adamw_are_refused(argv_of, run
         pytest.param(4, 2, 12, "muon", marks=pytest.mark.slow),
     ),
 )
-def test_stopped_run_resumes_bit_for_bit_on_the_same_layout(
+def test_resumed_run_is_bitwise_equal_on_the_same_layout(
     tmp_path, argv_of, run_on, ranks, split, steps, optimizer
 ):
     flags = (
@@ -225,7 +227,7 @@ def test_stopped_run_resumes_bit_for_bit_on_the_same_layout(
 
 
 # --------------------------------------------------------------------------------------------------
-# The rules of NCCL
+# NCCL's rules
 
 SUM = Collective("allreduce", (0, 1), ("float32",), (8,), ("cpu",), (True,), {"reduce_op": 0})
 EVEN = {"input_split_sizes": [4, 4], "output_split_sizes": [4, 4]}
@@ -246,7 +248,7 @@ RECEIVE = SEND._replace(name="recv", settings={"src": 0, "batched": True})
         ([SUM, TO_ALL._replace(settings=UNEVEN), RECEIVE], "sent"),
     ),
 )
-def test_faults_that_nccl_would_not_accept_are_found(other, message):
+def test_invalid_nccl_calls_are_found(other, message):
     calls = [SUM, TO_ALL, SEND]
     assert message in disagreements([calls, other])[0]
     assert not disagreements([calls, [SUM, TO_ALL, RECEIVE]])
@@ -255,14 +257,14 @@ def test_faults_that_nccl_would_not_accept_are_found(other, message):
 
 
 def in_bf16(_):
-    """Muon's products are in bf16, as on a GPU."""
+    """Let Muon multiply in bf16, as on a GPU."""
     optim.has_bf16 = lambda device: True
 
 
 @pytest.mark.slow
-def test_all_ranks_of_a_run_call_the_same_collectives_as_nccl_demands(tmp_path, argv_of, run_on):
-    """In two steps, and in two more after it resumes, with an evaluation, a sample and a checkpoint
-    of each. rehearsal/test_collectives.py records other layouts and optimizers, on fake GPUs."""
+def test_all_ranks_call_the_same_collectives(tmp_path, argv_of, run_on):
+    """Two steps, then two more after resuming, both with an evaluation, a sample and a checkpoint.
+    rehearsal/test_collectives.py records other layouts and optimizers, on fake GPUs."""
     flags = (
         "--shards 3 --optimizer muon --micro_batch 1 --grad_accum 2 --engram_reset "
         "--sample_every 2 --eval_every 2 --ckpt_every 2"
@@ -283,15 +285,15 @@ def test_all_ranks_of_a_run_call_the_same_collectives_as_nccl_demands(tmp_path, 
 # Stops and faults
 
 
-def test_nan_on_one_rank_skips_the_step_on_all(tmp_path, argv_of, run_on):
+def test_nan_on_one_rank_skips_the_step_on_all_ranks(tmp_path, argv_of, run_on):
     log = run_on(2, argv_of("--shards 2", NO_EVAL, steps=4), faults=[(nan, 1, 2)])
     assert [line["skipped"] for line in metrics(tmp_path / "run")] == [False, False, True, False]
     assert log.count("step 3 skipped") == 1
 
 
-def test_signal_to_one_rank_stops_all_after_the_same_step_with_one_line(tmp_path, argv_of, run_on):
-    """Instead of the evaluation that is due then, which the next run catches up on. All leave their
-    group, also where no step is left, and where settings then differ."""
+def test_signal_to_one_rank_stops_all_ranks_after_the_same_step(tmp_path, argv_of, run_on):
+    """The next run does the evaluation due at that step. Ranks leave the process group, also after
+    commands with no step left, even if settings differ."""
     argv = argv_of("--eval_every 5", steps=100)
     log = run_on(2, argv, faults=[(signalled, 1, 4)], status=STOPPED)
     assert len(last_lines(log)) == 1 and IN_GROUP not in log, log
@@ -305,8 +307,8 @@ def test_signal_to_one_rank_stops_all_after_the_same_step_with_one_line(tmp_path
 
 
 @pytest.mark.slow
-def test_rank_that_runs_out_of_memory_says_so_in_one_line(tmp_path, argv_of, processes):
-    """The others end by a lost connection, or by torchrun; the last checkpoint stays."""
+def test_rank_out_of_memory_logs_one_line(tmp_path, argv_of, processes):
+    """A lost connection or torchrun ends the other ranks; the last checkpoint stays."""
     argv = argv_of("--ckpt_every 2 --rank_timeout 20", steps=100)
     statuses, log = Job(processes, tmp_path, 2, argv, faults=[(out_of_memory, 1, 3)]).end()
     assert statuses[1] == 2 and statuses[0], log
@@ -317,10 +319,8 @@ def test_rank_that_runs_out_of_memory_says_so_in_one_line(tmp_path, argv_of, pro
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number, to_all", ((signal.SIGTERM, False), (signal.SIGINT, True)))
-def test_signal_to_torchrun_alone_or_to_all_saves_every_step_that_was_done(
-    tmp_path, argv_of, number, to_all
-):
-    """torchrun repeats a signal to its ranks. A terminal sends Ctrl-C to all."""
+def test_signal_to_torchrun_or_to_all_processes_saves_every_step(tmp_path, argv_of, number, to_all):
+    """torchrun forwards a signal to its ranks. A terminal sends Ctrl-C to all processes."""
     directory = tmp_path / "run"
     job = torchrun(argv_of(NO_EVAL, steps=100_000))
     until(lambda: steps_done(directory) > 2)
@@ -334,18 +334,14 @@ def test_signal_to_torchrun_alone_or_to_all_saves_every_step_that_was_done(
     until(lambda: not workers(directory), 60)
 
 
-def test_rank_whose_torchrun_died_while_it_imported_torch_stops_before_the_first_step(
-    argv_of, run_on
-):
+def test_rank_orphaned_during_imports_stops_before_the_first_step(argv_of, run_on):
     log = run_on(1, argv_of(), TORCHELASTIC_RUN_ID="x", status=STOPPED)
     assert "stopped before the first step" in log
 
 
 @pytest.mark.slow
-def test_run_whose_rank_and_then_torchrun_are_killed_ends_like_an_uninterrupted_one(
-    tmp_path, argv_of
-):
-    """torchrun starts the ranks again. Without torchrun they save and end, and the same command
+def test_run_is_bitwise_equal_after_a_rank_and_torchrun_are_killed(tmp_path, argv_of):
+    """torchrun restarts the ranks. When torchrun dies, they save and stop, and the same command
     resumes."""
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     flags = "--ckpt_every 5 --shards 2 --eval_every 40"
@@ -356,7 +352,7 @@ def test_run_whose_rank_and_then_torchrun_are_killed_ends_like_an_uninterrupted_
     os.kill(workers(killed)[1], signal.SIGKILL)
     until(lambda: steps_done(killed) >= 40)
     job.kill()
-    _, log = job.communicate(timeout=LIMIT)  # until no rank is left that could write
+    _, log = job.communicate(timeout=LIMIT)  # returns when no rank holds stderr
     until(lambda: not workers(killed), 60)
     assert log.count("resuming from") == log.count("SIGTERM: stopped after step") == 1, log
     assert 40 <= final_state(killed)["step"] == len(metrics(killed)) < 100
@@ -364,10 +360,10 @@ def test_run_whose_rank_and_then_torchrun_are_killed_ends_like_an_uninterrupted_
     assert_same_runs(whole, killed)
 
 
-def test_disk_that_stays_full_ends_all_ranks_after_their_last_step_and_keeps_older_checkpoints(
+def test_full_disk_fails_all_ranks_at_the_end_and_keeps_old_checkpoints(
     train_small, argv_of, run_on
 ):
-    """The kernel refuses: no file may grow beyond 100 kB, and a checkpoint is larger."""
+    """The kernel stops files at 100 kB; a checkpoint is larger."""
     directory = train_small(NO_EVAL, steps=1)
     before = (directory / "spider-step1.pt").read_bytes()
     argv = argv_of("--ckpt_every 3", NO_EVAL, steps=5)
@@ -381,10 +377,10 @@ def test_disk_that_stays_full_ends_all_ranks_after_their_last_step_and_keeps_old
 
 
 @pytest.mark.slow
-def test_ranks_refuse_an_optimizer_state_that_cannot_be_copied_together_in_one_line(
+def test_all_ranks_refuse_an_unusable_optimizer_state_in_one_line(
     tmp_path, train_small, argv_of, run_on
 ):
-    """None waits for the others."""
+    """No rank waits for the others."""
     flags = f"--optimizer adamw {NO_EVAL}"
     state = final_state(train_small(flags, steps=1, ckpt="whole"))
     values = state["optimizer_state_dict"]["adamw"]["state"][0]

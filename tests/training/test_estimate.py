@@ -1,5 +1,4 @@
-"""Estimates of a run: memory, what is recomputed for it, segments, the rate that a dry run
-expects."""
+"""Estimates of a run: memory, recomputation, FLOPs, speed, disk; the dry run."""
 
 import json
 import math
@@ -46,7 +45,7 @@ from train import time_steps
 
 @pytest.mark.parametrize("recompute", RECOMPUTE)
 @pytest.mark.parametrize("model, precision", PEAKS)
-def test_the_memory_of_a_step_on_a_gpu_is_within_a_seventh_of_the_rehearsed_peak(
+def test_estimated_gpu_memory_is_within_a_seventh_of_the_rehearsed_peak(
     model, precision, recompute, plan_on
 ):
     flags = f"--model={model} {MODELS[model]} --precision={precision} --recompute={recompute}"
@@ -56,7 +55,7 @@ def test_the_memory_of_a_step_on_a_gpu_is_within_a_seventh_of_the_rehearsed_peak
 
 
 @pytest.mark.parametrize("optimizer", ("muon", "adamw"))
-def test_weights_and_the_state_of_an_optimizer_take_the_bytes_that_are_estimated(optimizer):
+def test_weights_and_optimizer_state_take_the_estimated_bytes(optimizer):
     plan = resolved(*f"--model tiny --set {SMALL} --optimizer {optimizer}".split())
     model = train.build_model(plan.model, plan, world_of())
     optimizers = train.optimizers_of(plan.flags, model)
@@ -70,15 +69,15 @@ def test_weights_and_the_state_of_an_optimizer_take_the_bytes_that_are_estimated
     assert estimated.dense_state + estimated.table_state == pytest.approx(size, rel=0.01)
 
 
-def test_the_first_plan_that_fits_is_chosen_with_room_to_spare_or_else_the_last(monkeypatch):
+def test_first_fitting_plan_is_chosen_else_the_last(monkeypatch):
     monkeypatch.setattr(estimate, "estimate_memory", lambda size, _: {"activations": size})
     for available, wanted in ((80 / 0.85, 0), (80 / 0.86, 1), (10 / 0.85, 2), (1, 2)):
         monkeypatch.setattr(machine, "memory_of", lambda *_, n=available: n)
         assert first_that_fits([80, 40, 10], world_of())[0] == wanted
 
 
-def test_recomputation_is_chosen_only_if_no_micro_batch_fits_without_it(monkeypatch):
-    """The smallest micro-batch that recomputes nothing comes before the largest of the others."""
+def test_recomputation_is_chosen_only_if_no_micro_batch_fits_without(monkeypatch):
+    """The smallest micro-batch without recomputation is tried before the largest with it."""
     tried = []
 
     def fits(plan, _):
@@ -111,9 +110,9 @@ CARDS = {
 
 @pytest.fixture
 def plan_on(monkeypatch):
-    """Settle the plan of a recipe on a card that only has properties."""
+    """Make the plan of a recipe for a card of which only the properties exist."""
 
-    def settle_on(card: Card, *argv: str) -> Plan:
+    def make_plan(card: Card, *argv: str) -> Plan:
         properties = SimpleNamespace(total_memory=card.memory)
         monkeypatch.setattr("torch.cuda.get_device_properties", lambda _: properties)
         monkeypatch.setattr("torch.cuda.get_device_capability", lambda _: card.capability)
@@ -123,11 +122,11 @@ def plan_on(monkeypatch):
         no_kernels = "--compile off --moe_backend loop --deterministic".split()
         return resolved(*no_kernels, *argv, device="cuda")
 
-    return settle_on
+    return make_plan
 
 
 @pytest.mark.parametrize("card", CARDS.values(), ids=CARDS)
-def test_a_card_trains_131072_bytes_a_step_in_the_largest_micro_batches_without_recomputation(
+def test_card_gets_the_largest_micro_batch_without_recomputation(
     plan_on, card, monkeypatch, capsys
 ):
     monkeypatch.setattr(machine, "matmul_rate", lambda _: 1e14)
@@ -150,8 +149,8 @@ def test_a_card_trains_131072_bytes_a_step_in_the_largest_micro_batches_without_
     assert ("NOT ENOUGH memory: give --global" in capsys.readouterr().out) != card.fits_original
 
 
-def test_a_rank_has_its_part_of_weights_and_gradients_and_of_the_checkpoints_copy():
-    """Of two shards on one machine."""
+def test_each_rank_holds_its_shard_of_weights_gradients_and_copy():
+    """Two shards on one machine."""
     world = world_of()
     world.ranks = world.local_ranks = world.shards = 2
     for grad_accum, part in ((1, 2), (2, 1)):
@@ -167,9 +166,9 @@ def test_a_rank_has_its_part_of_weights_and_gradients_and_of_the_checkpoints_cop
         assert memory["checkpoint copy"] == plan.checkpoint_size / 2
 
 
-def test_flops_count_each_weight_as_often_as_it_is_read_and_half_in_fp8():
+def test_flops_count_each_use_of_a_weight_and_half_in_fp8():
     """At 2 bytes per segment and 3 loops, a core layer runs 1.5 times per byte, and each of the two
-    adapters 0.75 times."""
+    loop adapters 0.75 times."""
     model = on_meta(small_config(n_routed_experts=4, n_experts_per_tok=1, n_loops=2))
     cost = partial(estimate.flops_per_byte, model, 2.0, 3, 64)
     byte_layer = "prelude.0.ffn.gate_up_proj.weight"
@@ -197,10 +196,10 @@ def test_flops_count_each_weight_as_often_as_it_is_read_and_half_in_fp8():
         ("--precision bf16 --micro_batch 1", 438e3, 2048 / 0.07),  # the host is too slow
     ),
 )
-def test_the_rate_to_expect_of_a_gpu_is_below_that_of_its_products(
+def test_expected_gpu_rate_is_below_the_rate_of_matrix_products(
     argv, bound, expected, plan_on, monkeypatch, capsys
 ):
-    """On an H200 of 790 TFLOP/s; FP8 doubles the rate of what it converts alone."""
+    """An H200 with 790 TFLOP/s. FP8 doubles the rate only of converted weights."""
     monkeypatch.setattr(machine, "matmul_rate", lambda _: 790e12)
     plan = plan_on(CARDS["H200"], "--model", "1b", *argv.split())
     rates = estimate.predict_speed(plan, 790e12)
@@ -220,12 +219,12 @@ def test_the_rate_to_expect_of_a_gpu_is_below_that_of_its_products(
         ("tiny --micro_batch 4", 6),
         ("tiny --micro_batch 4 --recompute all", 6),
         ("small", 6),
-        # oneDNN keeps kernels in bf16 for each number of segments: the peak comes late
+        # oneDNN caches bf16 kernels for each number of segments, so the peak comes late
         ("tiny --seq_len 512", 320 if machine.has_bf16(torch.device("cpu")) else 12),
     ),
 )
-def test_a_run_on_a_cpu_takes_the_memory_of_its_dry_run_within_a_seventh(flags, steps, tmp_path):
-    """With the copy for checkpoints, and the process itself: it has one of its own."""
+def test_cpu_run_takes_the_estimated_memory_within_a_seventh(flags, steps, tmp_path):
+    """The memory includes the checkpoint copy and the process, so the run has its own process."""
     run = f"--mock_data --device cpu --eval_every 0 --max_steps {steps} --ckpt_every {steps // 2}"
     words = ["--model", *flags.split(), *run.split(), "--ckpt_dir", tmp_path]
     dry, done = command(*words, "--dry_run", cwd=tmp_path), command(*words, cwd=tmp_path)
@@ -240,7 +239,7 @@ def test_a_run_on_a_cpu_takes_the_memory_of_its_dry_run_within_a_seventh(flags, 
 
 
 @pytest.mark.parametrize("short", ((), ("memory",), ("memory", "disk")), ids="-".join)
-def test_the_dry_run_ends_with_what_does_not_suffice_and_with_status_1(
+def test_dry_run_without_enough_memory_or_disk_has_status_1(
     train_small, monkeypatch, short, capsys
 ):
     if "memory" in short:
@@ -259,16 +258,16 @@ def test_the_dry_run_ends_with_what_does_not_suffice_and_with_status_1(
     assert not directory.exists()
 
 
-def test_a_run_warns_of_a_disk_without_room_for_its_checkpoints(train_small, monkeypatch, new_log):
+def test_run_warns_if_the_disk_lacks_room_for_checkpoints(train_small, monkeypatch, new_log):
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1e5))
     train_small("--eval_every 0", steps=1)
     assert "NOT ENOUGH disk: make room" in new_log()
 
 
-def test_the_dry_run_times_steps_of_the_middle_of_the_run_and_writes_nothing(
+def test_dry_run_times_mid_run_steps_and_writes_nothing(
     tmp_path, shards, train_small, monkeypatch, capsys
 ):
-    """Two micro-steps of two sequences each; a clock by which everything takes half a second."""
+    """Two micro-steps of two sequences each; by the fake clock every step takes half a second."""
     steps = []
     train_step = train.train_step
 
@@ -293,7 +292,7 @@ def test_the_dry_run_times_steps_of_the_middle_of_the_run_and_writes_nothing(
 
 
 @pytest.mark.parametrize("reason", ("", "slow", "full", "ranks", "compiled"))
-def test_the_dry_run_times_no_step_where_that_would_take_long(reason):
+def test_dry_run_times_no_step_if_this_would_take_long(reason):
     world = world_of()
     world.ranks = 2 if reason == "ranks" else 1
     plan = resolved("--seq_len", "64")
@@ -315,10 +314,8 @@ def test_the_dry_run_times_no_step_where_that_would_take_long(reason):
         ("cuda", 125.0, 1e18, "--ckpt_every: a checkpoint is copied"),
     ),
 )
-def test_a_run_that_needs_far_more_memory_than_there_is_is_refused(
-    monkeypatch, device, needed, copy, refusal
-):
-    """A device of 100 bytes; `copy`: bytes of a checkpoint."""
+def test_run_needing_far_too_much_memory_is_refused(monkeypatch, device, needed, copy, refusal):
+    """The device has 100 bytes. `copy`: bytes of a checkpoint."""
     monkeypatch.setattr(machine, "memory_of", lambda *_: 100.0)
     memory = dict(parameters=needed)
     plan = replace(resolved("--model", "tiny"), memory=memory, checkpoint_size=copy)
@@ -327,14 +324,15 @@ def test_a_run_that_needs_far_more_memory_than_there_is_is_refused(
 
 
 @pytest.mark.parametrize(
-    "seconds, told", ((119.4, "0:01:59"), (100_000, "1 day, 3:46:40"), (1e300, "115740740 days"))
+    "seconds, expected",
+    ((119.4, "0:01:59"), (100_000, "1 day, 3:46:40"), (1e300, "115740740 days")),
 )
-def test_a_duration_is_told_in_days_hours_minutes_and_seconds(seconds, told):
-    assert estimate.describe_duration(seconds).startswith(told)
+def test_duration_is_shown_in_days_hours_minutes_and_seconds(seconds, expected):
+    assert estimate.describe_duration(seconds).startswith(expected)
 
 
-def test_what_a_process_holds_of_the_hosts_memory_has_room_for_the_checkpoint_to_come(monkeypatch):
-    """It holds the checkpoint from which it resumes, until the model has it."""
+def test_checkpoint_copy_may_reuse_host_memory_of_the_process(monkeypatch):
+    """The process holds the checkpoint that it resumes from, until the model has the values."""
     monkeypatch.setattr(estimate, "free_memory", lambda _: 1e6)
     held = machine.process_memory("VmRSS")
     plan = resolved("--model", "tiny")
@@ -344,10 +342,8 @@ def test_what_a_process_holds_of_the_hosts_memory_has_room_for_the_checkpoint_to
 
 
 @pytest.mark.parametrize("present", (0, 1, 5))
-def test_the_disk_needs_room_for_the_checkpoints_to_come_and_one_more(
-    present, tmp_path, monkeypatch
-):
-    """Of the last two and the best, at most three exist. 1,000 bytes each."""
+def test_disk_needs_room_for_the_remaining_checkpoints_and_one_more(present, tmp_path, monkeypatch):
+    """The last two and the best are kept, so at most three exist, of 1,000 bytes each."""
     for step in range(present):
         (tmp_path / f"spider-step{step}.pt").touch()
     plan = resolved("--model", "tiny", "--keep_best", "--ckpt_dir", str(tmp_path))
@@ -361,5 +357,5 @@ def test_the_disk_needs_room_for_the_checkpoints_to_come_and_one_more(
 
 
 @pytest.mark.parametrize("flag", ("--micro_batch", "--global_batch"))
-def test_the_largest_batch_that_a_flag_takes_is_refused_before_anything_is_built(error_of, flag):
+def test_largest_accepted_batch_is_refused_before_building_a_model(error_of, flag):
     assert "but this machine has" in error_of(f"{flag} {1 << 61}")

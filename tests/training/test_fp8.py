@@ -1,4 +1,4 @@
-"""FP8 on a CPU, by emulation: what is converted, which scales, what a step does."""
+"""FP8 emulated on a CPU: converted layers, scales, steps."""
 
 import math
 from dataclasses import replace
@@ -20,7 +20,7 @@ def convert(model: Spider, experts: bool = False, step_bytes: int = 64):
     convert_to_fp8(model, torch.device("cpu"), experts, step_bytes)
 
 
-def test_fp8_converts_the_right_linears_and_leaves_the_state_as_it_is():
+def test_fp8_converts_the_right_linears_and_keeps_the_state():
     model = awake(small_config())
     names = {name for name, module in model.named_modules() if takes_fp8(module, name)}
     assert {"prelude.0.attention.q_a_proj", "core.layers.0.moe.shared.down_proj"} <= names
@@ -32,14 +32,12 @@ def test_fp8_converts_the_right_linears_and_leaves_the_state_as_it_is():
 
 
 @pytest.mark.parametrize("width, scale", ((4096, 4), (2048, 8), (768, 16), (320, 16), (128, 32)))
-def test_the_scale_of_normed_inputs_is_the_largest_power_of_two_that_keeps_them_below_448(
-    width, scale
-):
-    """rms_norm of a row with a single number other than 0 has the largest one that there is,
-    sqrt(width)."""
-    row = torch.zeros(1, width)
-    row[0, 3] = 5
-    largest = float(rms_norm(row, eps=0).amax())
+def test_scale_of_normed_inputs_is_the_largest_safe_power_of_two(width, scale):
+    """The largest possible output of rms_norm, sqrt(width), comes from a token with one nonzero
+    number; scaled, it must stay within float8_e4m3's 448."""
+    token = torch.zeros(1, width)
+    token[0, 3] = 5
+    largest = float(rms_norm(token, eps=0).amax())
     assert input_scale(Linear(width, 16, normed_input=True)) == scale
     assert largest * scale <= 448 < 2 * largest * scale
     assert input_scale(Linear(width, 16)) is None
@@ -47,9 +45,7 @@ def test_the_scale_of_normed_inputs_is_the_largest_power_of_two_that_keeps_them_
 
 @pytest.mark.parametrize("ranks", (1, 2))
 @pytest.mark.parametrize("grad_accum, scale", ((1, 2**15), (7, 2**18)))
-def test_the_scale_of_gradients_is_a_power_of_two_near_256_times_the_bytes_of_a_ranks_step(
-    grad_accum, scale, ranks
-):
+def test_scale_of_gradients_is_near_256_times_the_bytes_per_rank_and_step(grad_accum, scale, ranks):
     flags = f"--precision=fp8 --micro_batch=2 --seq_len=64 --set={SMALL} --grad_accum={grad_accum}"
     plan = replace(resolved(*flags.split()), ranks=ranks)
     model = train.build_model(plan.model, plan, world_of())
@@ -60,8 +56,8 @@ def test_the_scale_of_gradients_is_a_power_of_two_near_256_times_the_bytes_of_a_
 @pytest.mark.parametrize(
     "name", ("prelude.0.attention.q_a_proj", "coda.0.ffn.down_proj", "core.out_proj")
 )
-def test_an_infinite_gradient_in_fp8_skips_the_step(name):
-    """Saturation must not make it finite."""
+def test_infinite_gradient_in_fp8_skips_the_step(name):
+    """Saturation must not make the gradient finite."""
     model = awake(small_config())
     ids = text(2, 64)
     model.compute_dtype = torch.bfloat16
@@ -81,7 +77,7 @@ def test_an_infinite_gradient_in_fp8_skips_the_step(name):
     assert metrics["skipped"]
 
 
-def test_a_biased_linear_in_fp8_adds_its_bias_in_training_as_in_evaluation():
+def test_fp8_linear_adds_its_bias_in_training_and_evaluation():
     model = awake(small_config())
     x = torch.randn(16, 32, generator=torch.Generator().manual_seed(0))
     model.extra = Linear(32, 32, bias=True)
@@ -92,17 +88,18 @@ def test_a_biased_linear_in_fp8_adds_its_bias_in_training_as_in_evaluation():
     assert all((model.train(mode).extra(x) == 5).all() for mode in (True, False))
 
 
-def test_a_product_in_fp8_is_padded_where_its_inner_dimension_is_no_multiple_of_16():
-    """That of the output is the width of its input, then its own width, then its rows."""
+def test_fp8_product_pads_inner_dimensions_to_multiples_of_16():
+    """The inner dimensions are the input's width (output), the output's width (gradient of the
+    input) and the number of tokens (gradient of the weight)."""
     model = awake(small_config())
     model.extra = Linear(32, 24)
     convert(model)
-    for rows, name, other in ((16, "aligned", "ragged"), (17, "ragged", "aligned")):
+    for tokens, name, other in ((16, "aligned", "ragged"), (17, "ragged", "aligned")):
         products = getattr(model.extra, f"mm_config_{name}")
-        assert [p.pad_inner_dim for p in products] == [False, True, rows == 17]
+        assert [p.pad_inner_dim for p in products] == [False, True, tokens == 17]
         kept = getattr(model.extra, f"mm_config_{other}")
-        delattr(model.extra, f"mm_config_{other}")  # not read for so many rows
-        assert model.extra(torch.ones(rows, 32)).shape == (rows, 24)
+        delattr(model.extra, f"mm_config_{other}")  # not read for this many tokens
+        assert model.extra(torch.ones(tokens, 32)).shape == (tokens, 24)
         setattr(model.extra, f"mm_config_{other}", kept)
 
 
@@ -115,26 +112,26 @@ def test_only_a_cpu_emulates_fp8(device):
     assert {config.output.emulate for config in configs} == {device == "cpu"}
 
 
-def test_a_row_in_fp8_does_not_depend_on_others_where_the_scale_is_known_beforehand():
-    """A scale that is the largest number of all rows would round a row otherwise beside a larger
+def test_fp8_tokens_are_independent_if_the_scale_is_constant():
+    """A scale from the maximum over all tokens would round a token differently next to a larger
     one."""
     model = awake(small_config())
     convert(model)
     attention = model.prelude[0].attention
     generator = torch.Generator().manual_seed(0)
-    for linear, alone_is_the_same in ((attention.q_a_proj, True), (attention.o_proj, False)):
+    for linear, is_independent in ((attention.q_a_proj, True), (attention.o_proj, False)):
         x = torch.randn(2, linear.in_features, generator=generator)
         upstream = torch.randn(2, linear.out_features, generator=generator) / 64
         results = []
-        for factor in (1.0, 3.7):  # scales the second row, in values and in gradients
+        for factor in (1.0, 3.7):  # scales the second token's values and gradients
             factors = torch.tensor([[1.0], [factor]])
-            rows = (x * factors).requires_grad_()
-            y = linear(rows)
+            tokens = (x * factors).requires_grad_()
+            y = linear(tokens)
             y.backward(upstream * factors)
-            results.append((y[0].detach(), rows.grad[0]))
-        (y, grad), (y_beside, grad_beside) = results
-        assert torch.equal(y, y_beside) == alone_is_the_same
-        assert torch.equal(grad, grad_beside)
+            results.append((y[0].detach(), tokens.grad[0]))
+        (y, grad), (other_y, other_grad) = results
+        assert torch.equal(y, other_y) == is_independent
+        assert torch.equal(grad, other_grad)
 
 
 def test_evaluation_does_not_use_fp8():

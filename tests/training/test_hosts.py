@@ -1,8 +1,8 @@
-"""Two hosts: the launches of docs/scaling.md by torchrun and under Slurm, and a lost host.
+"""Two hosts: the torchrun and Slurm launches of docs/scaling.md, and a lost host.
 
 A host is a process with its own network, names, mounts and processes; a cable connects two hosts.
-All that runs on a host ends with it. It ends by itself after LIFETIME, whatever happens to the
-tests. The machine's own network is never touched.
+All processes on a host end with it. A host ends after LIFETIME even if the tests crash. The
+machine's own network is never touched.
 """
 
 import os
@@ -21,7 +21,7 @@ from conftest import ROOT, assert_same_runs, final_state, make_shards, metrics, 
 from jobs import LIMIT, steps_done, until, workers
 
 pytestmark = pytest.mark.slow
-LIFETIME = 900  # seconds after which a host ends by itself
+LIFETIME = 900  # seconds
 ENVIRON = os.environ | dict(
     OMP_NUM_THREADS="1", PATH=f"{Path(sys.executable).parent}:{os.environ['PATH']}"
 )
@@ -49,7 +49,7 @@ class Host:
             [*NAMESPACES.split(), "sh", "-c", script], stdout=subprocess.PIPE, text=True
         )
         assert self.holder.stdout.readline() == "up\n"
-        pid = self.holder.pid  # unshare's; the namespaces are those of its child
+        pid = self.holder.pid  # unshare's; its child has the namespaces
         self.pid = Path(f"/proc/{pid}/task/{pid}/children").read_text().strip()
 
     def start(self, command: str, **options) -> subprocess.Popen:
@@ -62,7 +62,7 @@ class Host:
         assert self.start(command).wait(60) == 0, command
 
     def die(self):
-        """End it with all that runs on it. If the cable is down, the other host hears nothing."""
+        """Kill this host and its processes. If the cable is down, the other host hears nothing."""
         self.holder.kill()
         self.holder.wait(60)
 
@@ -91,7 +91,7 @@ def two_hosts(directory: Path):
 
 
 def prepare(directory: Path) -> Path:
-    """Make a directory to start in, with train.py and data."""
+    """Make a working directory with train.py and data."""
     directory.mkdir()
     (directory / "train.py").symlink_to(ROOT / "train.py")
     make_shards(directory / "data")
@@ -99,7 +99,7 @@ def prepare(directory: Path) -> Path:
 
 
 def from_docs(start: str) -> str:
-    """Return the indented lines of docs/scaling.md that begin with a line that matches."""
+    """Return the indented block of docs/scaling.md whose first line matches."""
     page = (ROOT / "docs" / "scaling.md").read_text()
     return textwrap.dedent(re.search(rf"^    {start}.*\n(    .*\n|\n)+", page, re.MULTILINE)[0])
 
@@ -114,12 +114,12 @@ def flags(steps: int, *more) -> str:
 # torchrun
 
 TIMEOUT = 10  # seconds that ranks wait for each other
-WITHIN = 120  # seconds after a loss in which they must have ended
+WITHIN = 120  # seconds after a loss within which ranks must end
 LAUNCH = from_docs("export TORCH_DISABLE").rstrip()
 
 
 def launch(host: Host, directory: Path) -> subprocess.Popen:
-    """Start the command of docs/scaling.md for two hosts on one of them, with two devices for
+    """Start the two-host command of docs/scaling.md on one host, with two devices in place of
     eight. It logs to `log`."""
     more = flags(30, f"--ckpt_every 5 --rank_timeout {TIMEOUT}", "--ckpt_dir", directory / "run")
     command = LAUNCH.replace("--nproc_per_node 8", "--nproc_per_node 2")
@@ -128,8 +128,8 @@ def launch(host: Host, directory: Path) -> subprocess.Popen:
         return host.start(f"bash -c {shlex.quote(script)}", stdout=log, stderr=log)
 
 
-def test_ranks_end_when_a_host_is_lost_and_all_resume_when_it_is_back(tmp_path):
-    """By --max-restarts the launch on the other host waits for the same command on a new one."""
+def test_ranks_stop_when_a_host_is_lost_and_resume_on_its_return(tmp_path):
+    """With --max-restarts the surviving launch waits for the same command on a new host."""
     run = prepare(tmp_path / "run")
     whole = prepare(tmp_path / "whole")
     log = (run / "log").read_text
@@ -139,11 +139,11 @@ def test_ranks_end_when_a_host_is_lost_and_all_resume_when_it_is_back(tmp_path):
         launches = [launch(host, run) for host in hosts]
         until(lambda: steps_done(run / "run") >= 7, log=log)
         hosts[1].do("ip link set eth0 down")
-        # cut off from its rendezvous, torchrun itself waits for minutes
+        # without its rendezvous, torchrun itself waits for minutes
         until(lambda: not workers(run / "run"), WITHIN, log=log)
         hosts[1].die()
         hosts[1] = Host(1, tmp_path)
-        hosts[0].start("ip link delete eth0").wait(60)  # if the other host left it
+        hosts[0].start("ip link delete eth0").wait(60)  # may be gone already
         plug_in(*hosts)
         launches[1] = launch(hosts[1], run)
         for process in launches:
@@ -156,8 +156,8 @@ def test_ranks_end_when_a_host_is_lost_and_all_resume_when_it_is_back(tmp_path):
 # Slurm
 
 STEPS = 150
-ACTIVE = ("PENDING", "RUNNING", "COMPLETING")  # states of a job that has not ended
-# Without munge, accounts and cgroups. A requeued job waits as long as a credential holds.
+ACTIVE = ("PENDING", "RUNNING", "COMPLETING")  # states of an unfinished job
+# No munge, accounts or cgroups. A requeued job waits until its credential expires.
 CONFIGURATION = """\
 ClusterName=spider
 SlurmctldHost=node0
@@ -184,7 +184,7 @@ GPUS = "".join(f"NodeName=node[0-1] Name=gpu File=/dev/{name}\n" for name in ("n
 
 
 class Slurm:
-    """A cluster of two nodes. Its daemons end with the hosts."""
+    """A cluster of two nodes, whose daemons end with the hosts."""
 
     def __init__(self, hosts: list[Host], directory: Path):
         self.host = hosts[0]
@@ -201,13 +201,13 @@ class Slurm:
         until(lambda: self.command(nodes) == "2 idle", 60, log=self.log.read_text)
 
     def command(self, command: str) -> str:
-        """Run a command on the first node; return what it prints."""
+        """Run a command on the first node; return its output."""
         process = self.host.start(command, env=self.environ, stdout=subprocess.PIPE, text=True)
         return process.communicate(timeout=60)[0].strip()
 
 
 class BatchJob:
-    """The script of docs/scaling.md, submitted under a name. With `by_task`, tasks are ranks."""
+    """The script of docs/scaling.md as a named job. With `by_task`, Slurm's tasks are the ranks."""
 
     def __init__(self, slurm: Slurm, name: str, by_task: bool = False):
         self.slurm = slurm
@@ -223,14 +223,14 @@ class BatchJob:
         return re.search(r"JobState=(\w+)", description)[1]
 
     def end(self) -> str:
-        """Wait for its end; return its state."""
+        """Wait until the job ends; return its state."""
         until(lambda: self.state() not in ACTIVE, log=self.log.read_text)
         return self.state()
 
 
 def batch_script(by_task: bool) -> str:
-    """Return the batch script of docs/scaling.md, with a small model on one CPU a node for eight
-    GPUs."""
+    """Return the batch script of docs/scaling.md for a small model, with one CPU per node in place
+    of eight GPUs."""
     script = from_docs("#!/bin/bash")
     if by_task:
         before, _, rest = script.partition("\nsrun ")
@@ -248,10 +248,10 @@ def batch_script(by_task: bool) -> str:
 
 
 @pytest.mark.skipif(not shutil.which("slurmctld"), reason="no Slurm (Debian, Ubuntu: slurm-wlm)")
-def test_job_with_the_signal_of_its_time_limit_is_requeued_and_ends_like_another_on_its_nodes(
+def test_slurm_job_at_its_time_limit_is_requeued_and_resumes_bitwise(
     tmp_path,
 ):
-    """The tasks of the other job are its ranks, without torchrun."""
+    """The uninterrupted job uses Slurm's tasks as ranks, without torchrun."""
     with two_hosts(tmp_path) as hosts:
         slurm = Slurm(hosts, tmp_path)
         limited = BatchJob(slurm, "limited")

@@ -1,4 +1,4 @@
-"""The log of a run: what was chosen, its steps, commands to paste."""
+"""The log of a run: choices, steps, commands to paste."""
 
 import shlex
 from dataclasses import replace
@@ -14,10 +14,10 @@ from spider.training.run import RunProgress, StepEvents
 from train import parse_args
 
 # --------------------------------------------------------------------------------------------------
-# What was chosen
+# Choices
 
 
-def test_the_recipe_in_the_dry_run_has_the_flags_that_were_not_given():
+def test_dry_run_omits_overridden_recipe_flags():
     plan = resolved("--model", "base", "--lr", "1", "--n_loops", "2", "--warmup_steps", "9")
     assert log.describe_recipe(plan) == ["recipe of base: --global_batch 131072 --engram_reset"]
 
@@ -29,17 +29,17 @@ def test_the_recipe_in_the_dry_run_has_the_flags_that_were_not_given():
 @pytest.mark.parametrize(
     "log_every, step, seconds, has_line",
     (
-        (None, 1, 0, True),  # the first
-        (None, 110, 9.9, False),  # after step 100, of 1,000
+        (None, 1, 0, True),  # first step
+        (None, 110, 9.9, False),  # the last line was for step 100 of 1,000
         (None, 110, 10, True),
         (None, 109, 500, False),
         (None, 109, 600, True),
-        (None, 1000, 0, True),  # the last
+        (None, 1000, 0, True),  # last step
         (7, 105, 0, True),
         (7, 110, 600, False),
     ),
 )
-def test_a_line_has_ten_seconds_and_a_hundredth_of_the_run_unless_it_is_late(
+def test_log_lines_are_ten_seconds_and_a_hundredth_of_the_run_apart(
     log_every, step, seconds, has_line
 ):
     plan = resolved("--model", "tiny")
@@ -49,7 +49,7 @@ def test_a_line_has_ten_seconds_and_a_hundredth_of_the_run_unless_it_is_late(
     assert lines.is_due(step, lines.logged + seconds) == has_line
 
 
-def test_the_line_of_a_long_run_has_eighty_columns(monkeypatch, new_log):
+def test_line_of_a_long_run_fits_80_columns(monkeypatch, new_log):
     metrics = dict(loss=1.23456, tok_per_sec=1_234_567.0)
     progress = RunProgress(step=1_234_566)
     lines = log.StepLog(resolved("--model", "1b"), progress, 2_345_678)
@@ -57,7 +57,7 @@ def test_the_line_of_a_long_run_has_eighty_columns(monkeypatch, new_log):
     progress.epoch = 12
     progress.metrics = metrics
     lines.began = 0.0
-    monkeypatch.setattr(log, "time", SimpleNamespace(perf_counter=lambda: 0.9))  # after the step
+    monkeypatch.setattr(log, "time", SimpleNamespace(perf_counter=lambda: 0.9))
     machine.start_log()
     lines.log(StepEvents(begins_epoch=True, cleared=True))
     step, epoch = new_log().splitlines()
@@ -66,7 +66,7 @@ def test_the_line_of_a_long_run_has_eighty_columns(monkeypatch, new_log):
     assert step.partition(" ")[2] == words
 
 
-def test_every_line_of_a_run_is_printable_whatever_its_files_are_called(train_small, capsys):
+def test_log_is_printable_for_any_file_name(train_small, capsys):
     name = "a\x1b[2J\r\n99:99:99 forged \u202e\udcff"
     directory = train_small("--sample_every 9", ckpt=name, steps=2)
     train_small("--dry_run", ckpt=name)
@@ -85,7 +85,7 @@ DIRECTORIES = pytest.mark.parametrize("name", ("my dir; touch X", "--lr", "a'b")
 
 
 @DIRECTORIES
-def test_a_flag_in_the_log_is_parsed_to_the_same_value(name):
+def test_flags_in_the_log_parse_to_the_same_values(name):
     values = dict(data_dir=name, keep_best=False, engram_reset=False, reset_steps=True)
     words = [log.as_argument(flag, value) for flag, value in values.items()]
     flags = parse_args(shlex.split(" ".join(words)), {}).flags
@@ -93,7 +93,7 @@ def test_a_flag_in_the_log_is_parsed_to_the_same_value(name):
 
 
 @DIRECTORIES
-def test_the_command_of_an_odd_step_shows_its_batch(name):
+def test_command_logged_for_an_odd_step_shows_its_batch(name):
     plan = resolved(
         "--model", "tiny", f"--data_dir={name}", "--seq_len", "32", "--micro_batch", "4"
     )

@@ -1,5 +1,4 @@
-"""The optimizers: Muon and its stacks, the rows of Engram tables, and which parameters belong to
-which."""
+"""Optimizers: Muon and its stacks, Adagrad for Engram tables, the parameters of each."""
 
 import inspect
 import math
@@ -19,9 +18,9 @@ from spider.training.optim import Optimizers, RowwiseAdagrad, kinds_of
 from train import StepSettings, accumulate, train_step
 
 
-def random_batch(rows: int) -> list[Batch]:
+def random_batch(sequences: int) -> list[Batch]:
     """Return a batch of random bytes in one micro-step."""
-    return [Batch.of(text(rows, 32, seed=1), text(rows, 32, seed=2), 500)]
+    return [Batch.of(text(sequences, 32, seed=1), text(sequences, 32, seed=2), 500)]
 
 
 # --------------------------------------------------------------------------------------------------
@@ -29,8 +28,8 @@ def random_batch(rows: int) -> list[Batch]:
 
 
 @pytest.mark.parametrize("backend, dtype", (("loop", "float32"), ("grouped", "bfloat16")))
-def test_muon_keeps_idle_experts_and_adapters_of_unused_loops(backend, dtype):
-    """Their weights and their momentum; the rest of the stack moves."""
+def test_muon_leaves_idle_experts_and_unused_loop_adapters_unchanged(backend, dtype):
+    """Neither their weights nor their momentum change; the rest of the stack moves."""
     model = awake(small_config(n_loops=3))
     model.set_backend(backend)
     model.compute_dtype = getattr(torch, dtype)
@@ -68,7 +67,7 @@ def orthogonalize_the_only_matrix(world):
     assert torch.equal(update, rows[None] * 2)
 
 
-def test_shard_without_a_matrix_to_orthogonalize_gets_its_rows_in_bf16(processes):
+def test_shard_without_a_matrix_to_orthogonalize_gets_its_bf16_result(processes):
     assert run_ranks(processes, orthogonalize_the_only_matrix, ranks=2, shards=2) == [0, 0]
 
 
@@ -77,8 +76,8 @@ def test_shard_without_a_matrix_to_orthogonalize_gets_its_rows_in_bf16(processes
 
 
 def small_table(rows: int = 5) -> tuple[EngramTable, RowwiseAdagrad]:
-    """Return a table [rows, 3] of zeros whose bytes are its addresses, for a prime of rows, and its
-    optimizer."""
+    """Return a table [rows, 3] of zeros and its optimizer. `rows` is a prime; bytes are the
+    addresses."""
     table = EngramTable(("1",), 1, rows, 3)
     torch.nn.init.zeros_(table.weight)
     table.addresses = lambda past: past.T
@@ -87,9 +86,9 @@ def small_table(rows: int = 5) -> tuple[EngramTable, RowwiseAdagrad]:
 
 @pytest.mark.parametrize("rows", (5, 101), ids=("summed by row", "listed"))
 @pytest.mark.parametrize("parts", (1, 2, 4))
-def test_adagrad_steps_by_the_sum_of_a_rows_lookups_however_many_there_are(rows, parts):
-    """Row 2 is looked up three times in the first step and has the gradient 3, yet it moves as far
-    as others; in the second, the squares 9 and 1 make 10."""
+def test_adagrad_steps_by_the_summed_gradient_of_all_lookups(rows, parts):
+    """Row 2, looked up three times in step 1, has the gradient 3, yet moves as far as the other
+    rows. In step 2 its squares add up to 9 + 1 = 10."""
     table, optimizer = small_table(rows)
     expected = torch.zeros(rows, 3)
     expected[[0, 2, 4]] = -0.5  # lr * g / sqrt(g^2)
@@ -109,14 +108,14 @@ def test_adagrad_steps_by_the_sum_of_a_rows_lookups_however_many_there_are(rows,
     assert not table.weight.any() and not optimizer.state[table.weight]
 
 
-def test_gathered_rows_are_bounded_for_any_number_of_micro_steps():
+def test_gathered_lookups_are_bounded_over_micro_steps():
     table, _ = small_table(101)
     for _ in range(50):
         table(torch.arange(40)[None]).sum().backward()
         assert len(lookups_of(table)[0]) <= 1.5 * 101 + 40
 
 
-def test_gathered_rows_are_forgotten_however_a_step_ends_and_are_never_saved():
+def test_gathered_lookups_are_dropped_after_every_step_and_never_saved():
     model = awake(small_config())
     tables = tables_of(model)
     keys = model.state_dict().keys()
@@ -142,7 +141,7 @@ def test_gathered_rows_are_forgotten_however_a_step_ends_and_are_never_saved():
 
 
 def warnings_of_a_step(optimizer, model: torch.nn.Module, zero_grad) -> list[str]:
-    """Run a step of a user's own loop, with two passes."""
+    """Run a step of a user's loop, with two passes; return its warnings."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for seed in range(2):
@@ -153,7 +152,7 @@ def warnings_of_a_step(optimizer, model: torch.nn.Module, zero_grad) -> list[str
     return [str(warning.message) for warning in caught]
 
 
-def test_tables_that_no_optimizer_of_ours_steps_are_one_warning_a_process(monkeypatch):
+def test_tables_without_their_optimizer_warn_once_per_process(monkeypatch):
     monkeypatch.setattr(EngramTable, "warned", False)
     model = awake(small_config())
     optimizers = Optimizers(model, "adamw")
@@ -170,7 +169,7 @@ def test_tables_that_no_optimizer_of_ours_steps_are_one_warning_a_process(monkey
     assert torch.equal(models[0].engram_input.table.weight, before)
 
 
-def test_tables_learn_alone_where_all_else_is_frozen():
+def test_tables_learn_if_all_other_parameters_are_frozen():
     model = awake(small_config())
     tables = [table.weight for table in tables_of(model)]
     model.requires_grad_(False)
@@ -183,20 +182,20 @@ def test_tables_learn_alone_where_all_else_is_frozen():
 
 
 # --------------------------------------------------------------------------------------------------
-# All of a model
+# All parameters of a model
 
 
 def matrices_of(model) -> set[str]:
     return {name for name, kind in kinds_of(model).items() if kind.optimizer == "muon"}
 
 
-def test_an_unknown_optimizer_is_refused():
+def test_unknown_optimizer_is_refused():
     with pytest.raises(ValueError, match="optimizer: 'sgd' is not one of adamw, adamw8bit, muon"):
         Optimizers(awake(small_config()), "sgd")
 
 
-def test_8_bit_adamw_has_the_parameters_and_every_setting_of_adamw():
-    """The settings that AdamW has alone are torch's own."""
+def test_8_bit_adamw_has_the_parameters_and_settings_of_adamw():
+    """Settings that 8-bit AdamW lacks have torch's defaults in AdamW."""
     model = awake(small_config())
     alone = torch.optim.AdamW(model.parameters(), fused=True).param_groups[0]
     numbers = {
@@ -214,7 +213,7 @@ def test_8_bit_adamw_has_the_parameters_and_every_setting_of_adamw():
                 assert other.get(key, alone.get(key)) == value, (name, key)
 
 
-def test_muon_takes_only_linears_of_modules_that_a_researcher_adds():
+def test_muon_takes_only_linears_among_added_modules():
     model = awake(small_config())
     before = matrices_of(model)
     block = model.prelude[0]

@@ -1,5 +1,4 @@
-"""A run that is killed, stopped or changed, and resumed: equality to the bit, the rule of resuming,
-and what is logged."""
+"""Resume runs that were killed, stopped or changed: bitwise equality, the resume rule, the log."""
 
 import errno
 import math
@@ -37,9 +36,9 @@ from spider.training.checkpoint import load_start
 from spider.training.run import COPY_SECONDS, RunProgress
 
 # --------------------------------------------------------------------------------------------------
-# To the bit
+# Bitwise equality
 
-KINDS = (
+RESUMED_FLAGS = (
     "--precision fp8 --fp8_experts",
     "--optimizer adamw8bit --grad_accum 2",
     "--engram_reset --dropout 0.3 --random_loops --sample_every 9",
@@ -47,12 +46,10 @@ KINDS = (
 )
 
 
-@pytest.mark.parametrize("flags", KINDS, ids=lambda flags: flags.replace(SMALL, ""))
-def test_stopped_and_resumed_run_equals_an_uninterrupted_one_to_the_bit(
-    train_small, train_in_parts, monkeypatch, flags
-):
-    """24 steps of two sequences reach the third epoch of 20. A stop lies in each of the first two
-    epochs; one is at an evaluation, which the resumed run makes."""
+@pytest.mark.parametrize("flags", RESUMED_FLAGS, ids=lambda flags: flags.replace(SMALL, ""))
+def test_resumed_run_is_bitwise_equal(train_small, train_in_parts, monkeypatch, flags):
+    """24 steps of two sequences reach the third epoch (20 sequences each). The run stops once in
+    each of the first two epochs; at step 14 an evaluation is due, which the resumed run does."""
     monkeypatch.setattr(boundaries, "TRUST_BEGINS", 2)
     monkeypatch.setattr(boundaries, "TRUST_COMPLETE", 5)
     whole = train_small("--eval_every 7", flags, steps=24, ckpt="whole")
@@ -61,17 +58,15 @@ def test_stopped_and_resumed_run_equals_an_uninterrupted_one_to_the_bit(
     assert final_state(whole)["epoch"] >= 2
 
 
-def test_every_step_can_be_the_one_where_a_run_is_stopped(train_small, train_in_parts):
-    """Also the last step, before the evaluation that ends the run."""
+def test_run_resumes_from_a_stop_at_any_step(train_small, train_in_parts):
+    """This includes the last step, before the final evaluation."""
     whole = train_small("--ckpt_every 3", steps=7, ckpt="whole")
     assert_same_runs(whole, train_in_parts("--ckpt_every 3", steps=7, cuts=range(1, 8)))
 
 
 @pytest.mark.parametrize("steps_by_batch", ({3: 7, 1: 9}, {2: 11, 4: 13}), ids=str)
-def test_an_epoch_is_logged_and_tables_are_cleared_once_also_if_the_batch_changes(
-    train_small, new_log, steps_by_batch
-):
-    """Sequence 20 begins the second epoch; the third is not reached."""
+def test_epoch_starts_once_even_if_the_batch_size_changes(train_small, new_log, steps_by_batch):
+    """Sequence 20 starts the second epoch; no run reaches the third."""
     for micro_batch, steps in steps_by_batch.items():
         train_small(f"--engram_reset --eval_every 0 --micro_batch {micro_batch}", steps=steps)
     log = new_log()
@@ -80,7 +75,7 @@ def test_an_epoch_is_logged_and_tables_are_cleared_once_also_if_the_batch_change
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("flags", ("", "--precision fp8", "--moe_backend grouped"))
-def test_deterministic_runs_resume_exactly_on_a_gpu(train_small, train_in_parts, flags):
+def test_deterministic_run_resumes_bitwise_on_a_gpu(train_small, train_in_parts, flags):
     if "fp8" in flags and not has_fp8():
         pytest.skip("this GPU has no FP8")
     flags += " --device cuda --deterministic --dropout 0.3"
@@ -90,8 +85,8 @@ def test_deterministic_runs_resume_exactly_on_a_gpu(train_small, train_in_parts,
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(12))
-def test_random_combinations_of_flags_and_stops_resume_exactly(train_small, train_in_parts, seed):
-    """Draws from every flag that changes the arithmetic, the data or the loop, and three stops."""
+def test_random_flags_and_stops_resume_bitwise(train_small, train_in_parts, seed):
+    """Draw from all flags that change the arithmetic, the data or the loop; stop three times."""
     generator = random.Random(seed)
     choices = (
         "--random_loops",
@@ -123,8 +118,8 @@ def test_random_combinations_of_flags_and_stops_resume_exactly(train_small, trai
 
 @pytest.fixture
 def start_job(processes, tmp_path, argv_of):
-    """Start a run of a small model in a process of its own, too long to end by itself. `slow` is
-    the function of train.py that takes an hour."""
+    """Start an endless run of a small model in its own process. `slow` names a function of
+    train.py, which then takes an hour."""
 
     def start(*flags, slow="", faults=(), **environ) -> Job:
         argv = argv_of(*flags, steps=100_000)
@@ -139,7 +134,7 @@ def start_job(processes, tmp_path, argv_of):
 
 
 def end_by(job: Job, number: int = signal.SIGTERM) -> tuple[int, str]:
-    """End a job by a signal; return its status and the last line of its log."""
+    """End a job with a signal; return the job's status and the last line of its log."""
     os.kill(job.ranks[0].pid, number)
     (status,), log = job.end()
     return status, log.splitlines()[-1]
@@ -150,7 +145,7 @@ def is_saving(directory) -> bool:
 
 
 def pause_while_saving(process, directory):
-    """Stop a process, to be killed, while it writes a checkpoint."""
+    """Pause a process while it writes a checkpoint, so that the test can kill it there."""
     while process.is_alive():
         if is_saving(directory):
             os.kill(process.pid, signal.SIGSTOP)
@@ -162,10 +157,8 @@ def pause_while_saving(process, directory):
 
 
 @pytest.mark.parametrize("kills", (4, pytest.param(50, marks=pytest.mark.slow)))
-def test_run_that_is_killed_again_and_again_ends_like_an_uninterrupted_one(
-    tmp_path, train_small, start_job, kills
-):
-    """SIGKILL at random moments, every other one while it saves; the same command each time."""
+def test_repeatedly_killed_run_is_bitwise_equal(tmp_path, train_small, start_job, kills):
+    """Send SIGKILL at random moments, every other time during a save; repeat the same command."""
     directory = tmp_path / "run"
     flags = "--ckpt_every 2 --no_gradient_checkpointing --eval_every 50"
     kills_while_saving = 0
@@ -194,10 +187,8 @@ def test_run_that_is_killed_again_and_again_ends_like_an_uninterrupted_one(
         ("log_sample", signal.SIGTERM),
     ),
 )
-def test_signal_ends_the_run_after_its_step_and_saves_it(
-    tmp_path, train_small, start_job, slow, number
-):
-    """An evaluation or a sample ends at once."""
+def test_signal_saves_after_the_step_and_stops(tmp_path, train_small, start_job, slow, number):
+    """A signal ends a running evaluation or sample immediately."""
     flags = "--eval_every 7"
     if slow == "log_sample":
         flags += " --sample_every 7"
@@ -213,10 +204,10 @@ def test_signal_ends_the_run_after_its_step_and_saves_it(
     assert_same_runs(train_small(flags, steps=step + 2, ckpt="whole"), resumed)
 
 
-def test_after_a_signal_evaluation_and_sample_are_left_to_the_resumed_run(
+def test_evaluation_and_sample_after_a_signal_wait_for_the_resumed_run(
     train_small, error_of, new_log
 ):
-    """Until the process is killed there may be time only for saving."""
+    """Between SIGTERM and SIGKILL there may be time only for saving."""
     with signal_in_step(4):
         directory = train_small("--sample_every 4", status=STOPPED)
     state = final_state(directory)
@@ -230,9 +221,7 @@ def test_after_a_signal_evaluation_and_sample_are_left_to_the_resumed_run(
     assert "step 4 continues" in new_log()
 
 
-def test_signal_before_the_first_step_ends_the_run_at_once_and_writes_nothing(
-    train_small, start_job
-):
+def test_signal_before_the_first_step_stops_and_writes_nothing(train_small, start_job):
     directory = train_small("--precision fp8", steps=2)
     before = contents(directory)
     status, last_line = end_by(start_job("--precision fp8", slow="warm_up"))
@@ -240,7 +229,7 @@ def test_signal_before_the_first_step_ends_the_run_at_once_and_writes_nothing(
     assert contents(directory) == before
 
 
-def test_signal_does_not_interrupt_the_record_of_an_evaluation(train_small, monkeypatch):
+def test_signal_does_not_interrupt_record_evaluation(train_small, monkeypatch):
     record = RunProgress.record_evaluation
 
     def stop_and_record(progress, numbers, counts):
@@ -253,7 +242,7 @@ def test_signal_does_not_interrupt_the_record_of_an_evaluation(train_small, monk
     assert state["best_loss"] == state["val_loss"] == state["metrics"]["val_loss"]
 
 
-def test_second_signal_ends_the_process_at_once(start_job):
+def test_second_signal_kills_the_process(start_job):
     job = start_job(slow="accumulate")
     job.ranks[0].terminate()
     job.wait_for("repeat to quit at once")
@@ -261,7 +250,7 @@ def test_second_signal_ends_the_process_at_once(start_job):
     assert end_by(job)[0] == -signal.SIGTERM
 
 
-def test_signal_saves_also_if_nobody_reads_the_log(tmp_path, start_job):
+def test_signal_saves_even_if_nobody_reads_stderr(tmp_path, start_job):
     job = start_job(faults=[(unread, 0, None)])
     until(lambda: steps_done(tmp_path / "run") > 5)
     os.kill(job.ranks[0].pid, signal.SIGTERM)
@@ -269,10 +258,8 @@ def test_signal_saves_also_if_nobody_reads_the_log(tmp_path, start_job):
     assert last_step(tmp_path / "run") > 5
 
 
-def test_run_that_is_killed_at_its_last_evaluation_has_saved_its_last_step(
-    tmp_path, train_small, start_job
-):
-    """The evaluation is made by the same command given again."""
+def test_last_step_is_saved_before_the_final_evaluation(tmp_path, train_small, start_job):
+    """The same command, repeated, does the evaluation."""
     flags = "--eval_every 50"
     directory = tmp_path / "run"
     job = start_job(flags, "--max_steps 3", slow="evaluate")
@@ -287,7 +274,7 @@ def test_run_that_is_killed_at_its_last_evaluation_has_saved_its_last_step(
 @pytest.mark.parametrize(
     ("flags", "evaluates"), [("--eval_every 50", True), ("--eval_every 0", False)]
 )
-def test_run_that_is_killed_at_its_last_sample_has_saved_all(
+def test_everything_is_saved_before_the_final_sample(
     tmp_path, train_small, start_job, flags, evaluates
 ):
     job = start_job(flags, "--max_steps 3", slow="log_sample")
@@ -303,11 +290,9 @@ def test_run_that_is_killed_at_its_last_sample_has_saved_all(
     assert_same_runs(whole, directory)
 
 
-def test_full_disk_is_a_line_and_costs_no_step_that_a_later_save_has_or_that_was_saved(
-    train_small, monkeypatch, new_log, error_of
-):
-    """Step 4 is not saved, nor is the evaluation of the last step, after which all other
-    checkpoints stay. So they do after a kill while the last one is written again."""
+def test_full_disk_is_logged_and_loses_no_saved_step(train_small, monkeypatch, new_log, error_of):
+    """Neither step 4 nor the evaluation of the last step is saved; older checkpoints stay. They
+    also stay if the process is killed while it rewrites the last checkpoint."""
     flags = "--ckpt_every 2 --keep_best --eval_every 2"
     write = checkpoint.write_archive
 
@@ -329,7 +314,7 @@ def test_full_disk_is_a_line_and_costs_no_step_that_a_later_save_has_or_that_was
 
 
 @pytest.mark.slow
-def test_signal_during_compilation_does_not_wait_for_its_end(tmp_path, start_job):
+def test_signal_interrupts_compilation(tmp_path, start_job):
     job = start_job("--compile", TORCHINDUCTOR_CACHE_DIR=str(tmp_path / "empty"))
     job.wait_for("chosen: ")  # the last line before the warm-up
     time.sleep(5)
@@ -337,7 +322,7 @@ def test_signal_during_compilation_does_not_wait_for_its_end(tmp_path, start_job
     assert status == STOPPED and "before the first step" in last_line
 
 
-def test_signal_that_the_warm_up_swallows_ends_the_run_before_the_first_step(monkeypatch, error_of):
+def test_signal_swallowed_by_the_warm_up_still_stops_the_run(monkeypatch, error_of):
     def swallow(*_):
         with suppress(Stopped):
             os.kill(os.getpid(), signal.SIGTERM)
@@ -347,7 +332,7 @@ def test_signal_that_the_warm_up_swallows_ends_the_run_before_the_first_step(mon
     assert "SIGTERM: stopped before the first step" in line
 
 
-def test_checkpoint_has_left_memory_when_the_warm_up_begins(train_small, monkeypatch):
+def test_checkpoint_is_freed_before_the_warm_up(train_small, monkeypatch):
     train_small(steps=2)
     loaded = []
     alive = []
@@ -381,8 +366,8 @@ def test_checkpoint_has_left_memory_when_the_warm_up_begins(train_small, monkeyp
     ),
     ids=("CPU", "NumPy", "data"),
 )
-def test_lack_of_memory_and_bad_data_end_a_run_with_advice(tmp_path, error_of, fault, expected):
-    """test_warm_up.py has a GPU's lack of memory."""
+def test_out_of_memory_and_bad_data_end_the_run_with_a_remedy(tmp_path, error_of, fault, expected):
+    """test_warm_up.py covers GPU memory."""
 
     def fail(_):
         raise fault
@@ -391,8 +376,8 @@ def test_lack_of_memory_and_bad_data_end_a_run_with_advice(tmp_path, error_of, f
     assert last_step(tmp_path / "run") == 2
 
 
-def test_skipped_step_is_saved_only_at_the_end_of_a_run(train_small):
-    """Its weights are those of the step before."""
+def test_skipped_step_is_saved_only_at_the_end(train_small):
+    """A skipped step leaves the weights of the previous step unchanged."""
 
     def make_gradient_nan_once(model):
         def spoil(gradient):
@@ -413,11 +398,11 @@ def test_skipped_step_is_saved_only_at_the_end_of_a_run(train_small):
 
 
 # --------------------------------------------------------------------------------------------------
-# The rule: the run of a directory with checkpoints resumes
+# The rule: a directory with checkpoints resumes its own run
 
 
-def test_fine_tuning_command_given_again_resumes(train_small, train_in_parts, new_log):
-    """As torchrun and Slurm give it. The log says where the run began, and that it resumes."""
+def test_repeated_fine_tuning_command_resumes(train_small, train_in_parts, new_log):
+    """torchrun and Slurm repeat commands. The log says where the run began and that it resumes."""
     origin = train_small(steps=3, ckpt="origin") / "spider-step3.pt"
     flags = f"--resume {origin} --reset_steps --seed 1"
     whole = train_small(flags, steps=6, ckpt="whole")
@@ -425,15 +410,15 @@ def test_fine_tuning_command_given_again_resumes(train_small, train_in_parts, ne
     new_log()
     assert_same_runs(whole, train_in_parts(flags, steps=6, cuts=(2, 4)))
     assert new_log().count("which resumes from its own checkpoint") == 2
-    os.remove(origin)  # it is no longer needed
+    os.remove(origin)  # the run no longer needs it
     assert last_step(train_small(flags, steps=7, ckpt="parts")) == 7
 
 
 NOTHING_LEFT = "no step is left to train, but settings differ: "
 
 
-def test_command_that_trains_no_step_leaves_the_run_as_it_is(train_small, new_log):
-    """Also lines of metrics.jsonl after the checkpoint."""
+def test_command_without_steps_left_changes_no_file(train_small, new_log):
+    """Even lines of metrics.jsonl after the checkpoint's step stay."""
     evaluated = train_small()
     unevaluated = train_small("--eval_every 0", ckpt="unevaluated")
     frequent = "--keep_last 3 --ckpt_every 2 --log_every 3 --sample_every 2 --profile"
@@ -442,7 +427,7 @@ def test_command_that_trains_no_step_leaves_the_run_as_it_is(train_small, new_lo
         (evaluated, "", 4, 0, "to continue, raise --max_steps"),
         (evaluated, frequent, 6, 0, "done: "),
         (evaluated, other_machine, 6, 0, "done: step 6, 384 bytes"),
-        # the evaluation that is due is not of its last step
+        # an evaluation is still due, but not at step 5
         (unevaluated, "", 5, 0, "done: step 6"),
         (
             evaluated,
@@ -478,9 +463,7 @@ def test_command_that_trains_no_step_leaves_the_run_as_it_is(train_small, new_lo
         assert contents(directory) == written
 
 
-def test_command_that_cannot_begin_a_run_is_refused_and_changes_nothing(
-    tmp_path, train_small, error_of
-):
+def test_refused_command_changes_no_file(tmp_path, train_small, error_of):
     directory = train_small("--ckpt_every 2 --keep_last 9", steps=6)
     (tmp_path / "folder").mkdir()
     before = contents(directory)
@@ -501,8 +484,8 @@ def test_command_that_cannot_begin_a_run_is_refused_and_changes_nothing(
     assert last_step(train_small("--resume", directory / "spider-step6.pt", steps=7)) == 7
 
 
-def test_directory_of_a_run_stands_for_its_newest_good_checkpoint(train_small, new_log):
-    """Also one below the new directory, and the new directory itself, which then resumes."""
+def test_resume_from_a_directory_takes_its_newest_good_checkpoint(train_small, new_log):
+    """The directory may lie inside the new one, or be the new one, which then resumes."""
     flags = "--eval_every 0 --ckpt_every 2"
     whole = train_small(flags, steps=6, ckpt="whole")
     origin = train_small(flags, steps=4, ckpt="new/origin")
@@ -516,16 +499,16 @@ def test_directory_of_a_run_stands_for_its_newest_good_checkpoint(train_small, n
     assert f"--resume {origin} is not read" in log
     assert last_step(train_small(flags, "--resume", other, steps=7, ckpt="new")) == 7
     train_small(flags, steps=7, ckpt="new")
-    assert "is not read" not in new_log()  # it was named itself, then none was
+    assert "is not read" not in new_log()  # --resume named "new" itself, then nothing
     tuned = train_small(flags, "--resume", origin, "--reset_steps", steps=1, ckpt="tuned")
     assert last_step(tuned) == 1
 
 
-def test_fine_tune_is_refused_in_a_directory_whose_run_began_from_something_else(
+def test_fine_tuning_is_refused_in_the_directory_of_another_run(
     tmp_path, shards, train_small, error_of
 ):
-    """A checkpoint of an early version does not say what its run began from: it resumes, and from
-    then on it is what the command names."""
+    """Checkpoints of early versions have no `origin`. Their runs resume, and record the origin that
+    the command names."""
     new_weights = train_small("--eval_every 0", steps=1)
     origin = train_small("--ckpt_every 1 --eval_every 0", steps=2, ckpt="origin")
     tune = f"--eval_every 0 --reset_steps --resume {origin}/spider-step"
@@ -552,7 +535,7 @@ def test_fine_tune_is_refused_in_a_directory_whose_run_began_from_something_else
 # Changes
 
 
-def test_larger_batch_resumes_to_the_same_number_of_bytes_and_is_logged(train_small, new_log):
+def test_larger_batch_is_logged_and_still_stops_at_target_tokens(train_small, new_log):
     train_small("--target_tokens 640", steps=5)
     state = final_state(train_small("--target_tokens 640 --micro_batch 4", steps=0))
     assert state["bytes_seen"] == 5 * 64 + 3 * 128
@@ -562,10 +545,8 @@ def test_larger_batch_resumes_to_the_same_number_of_bytes_and_is_logged(train_sm
     assert "is beyond the horizon of 8 steps" in new_log()
 
 
-def test_other_data_or_another_order_is_logged_to_repeat_text(
-    tmp_path, shards, train_small, new_log
-):
-    """Other names of the same directories, or weights of the same proportions, are no change."""
+def test_changed_data_or_order_warns_of_repeated_text(tmp_path, shards, train_small, new_log):
+    """New names for the same directories, or weights in the same ratio, do not count as changes."""
     a, b, moved = (shutil.copytree(shards, tmp_path / name) for name in ("a", "b", "moved"))
     for steps, (flags, repeats) in enumerate(
         (
@@ -582,10 +563,10 @@ def test_other_data_or_another_order_is_logged_to_repeat_text(
         assert ("is read again" in new_log()) == repeats, flags
 
 
-def test_finished_run_trained_longer_warns_that_its_rate_rises(train_small, new_log):
-    """The schedule of ten steps ends at a tenth of the rate; in the middle of one of twenty it is
-    near the peak. The last step's rate is compared with what it would be by the present schedule,
-    so a warm-up that resumes is no rise."""
+def test_longer_schedule_warns_of_a_rising_learning_rate(train_small, new_log):
+    """A 10-step schedule ends at a tenth of the peak rate; halfway through a 20-step schedule the
+    rate is near the peak. The warning compares the last step's rate under the old and the present
+    schedule, so resuming within a warm-up is no rise."""
     flags = "--eval_every 0 --warmup_steps 4"
     train_small(flags, "--target_tokens 640", steps=3)
     directory = train_small(flags, "--target_tokens 640", steps=0)
@@ -602,9 +583,9 @@ def test_finished_run_trained_longer_warns_that_its_rate_rises(train_small, new_
     assert "learning rate rises" not in new_log()
 
 
-def test_settings_without_a_shape_change_with_a_line_and_stay_changed(shards, train_small, new_log):
-    """--set changes the checkpoint's model, so that its other fields need not be given again; nor
-    need the loops."""
+def test_changed_settings_are_logged_and_persist(shards, train_small, new_log):
+    """--set changes fields of the checkpoint's model; neither its other fields nor --n_loops need
+    repeating. Only settings that change no shape can change."""
     directory = train_small("--n_loops 3", steps=1)
     argv = f"--data_dir {shards} --seq_len 32 --micro_batch 2 --ckpt_dir {directory} --eval_every 0"
     changes = "--n_loops 5 --set core_loss_weight=0.5,act_threshold=0.9"

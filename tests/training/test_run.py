@@ -1,5 +1,4 @@
-"""A run in progress: spikes told from noise, patience, metrics.jsonl, the log, wandb, the
-profiler."""
+"""A run in progress: spikes and noise, patience, metrics.jsonl, the log, wandb, the profiler."""
 
 import itertools
 import math
@@ -40,13 +39,13 @@ def is_spike(*losses: float) -> bool:
     return after_losses(*before).watch(last)
 
 
-def test_loss_is_judged_by_the_largest_of_the_last_64_once_there_are_20():
+def test_spike_is_a_loss_far_above_the_largest_of_the_last_64():
     assert [is_spike(*[1.0] * count, 1.21) for count in (19, 20)] == [False, True]
     assert not is_spike(*[1.0] * 20, 1.19)
     assert [is_spike(2.0, *[1.0] * count, 2.3) for count in (63, 64)] == [False, True]
 
 
-def test_run_has_exploded_after_four_losses_far_above_its_lowest_level():
+def test_four_losses_far_above_the_lowest_level_are_an_explosion():
     def exploded(*losses):
         return after_losses(*losses).exploded
 
@@ -57,14 +56,14 @@ def test_run_has_exploded_after_four_losses_far_above_its_lowest_level():
     assert not exploded(*[1.0] * 10, *[3.0] * 30)  # no level before there are 20 losses
 
 
-def test_run_has_exploded_after_one_loss_above_that_of_guessing():
+def test_one_loss_above_guessing_is_an_explosion():
     guessing = math.log(272)
     assert not after_losses(guessing + 0.99).exploded
     assert after_losses(guessing + 1.01).exploded
     assert not after_losses(guessing + 1.01, 2.0).exploded
 
 
-def test_all_losses_are_forgotten_that_other_validation_data_make_incomparable():
+def test_other_validation_data_reset_all_loss_statistics():
     progress = RunProgress(
         recent=[1.0],
         lowest_peak=1.0,
@@ -78,9 +77,7 @@ def test_all_losses_are_forgotten_that_other_validation_data_make_incomparable()
     assert progress == RunProgress()
 
 
-def test_explosion_is_logged_with_its_text_and_again_when_the_run_resumes(
-    shards, train_small, new_log
-):
+def test_explosion_is_logged_with_its_text_and_again_on_resuming(shards, train_small, new_log):
     def spoil_logits(model):
         model.lm_head.register_forward_hook(lambda *call: call[-1] * 1000)
 
@@ -94,8 +91,8 @@ def test_explosion_is_logged_with_its_text_and_again_when_the_run_resumes(
     assert "the loss had exploded by then" in new_log()
 
 
-def test_losses_after_the_tables_were_cleared_are_judged_afresh():
-    """Empty tables raise the loss far above the recent ones. An explosion before stays one."""
+def test_clearing_the_tables_resets_spike_detection():
+    """Empty tables raise the loss far above recent losses. An earlier explosion stays recorded."""
     progress = RunProgress()
 
     def record(loss, cleared=False):
@@ -109,13 +106,13 @@ def test_losses_after_the_tables_were_cleared_are_judged_afresh():
     assert record(5.0).spike
     for _ in range(30):
         record(5.0)
-    assert not progress.exploded  # since the tables were cleared, the lowest peak is 3.6
+    assert not progress.exploded  # the lowest peak since the clearing is 3.6
     for _ in range(4):
         record(7.0, cleared=True)
     assert progress.exploded and progress.lowest_peak < 7
 
 
-def test_skipped_step_begins_no_epoch_and_clears_nothing():
+def test_skipped_step_starts_no_epoch_and_clears_no_tables():
     progress = RunProgress()
     events = progress.record(dict(loss=math.nan, skipped=True), 64, 1, True)
     assert events == StepEvents(spike=False, begins_epoch=False, cleared=False)
@@ -131,11 +128,9 @@ def test_skipped_step_begins_no_epoch_and_clears_nothing():
 # Patience
 
 
-def test_run_ends_after_as_many_evaluations_without_improvement_as_patience_allows(
-    train_small, losses, new_log
-):
-    """Its status is 0. The same command again logs why it trains no further; more patience
-    continues. The evaluations at steps 6 and 8 are worse; the one at a run's end does not count."""
+def test_patience_ends_the_run_after_evaluations_without_improvement(train_small, losses, new_log):
+    """The exit status is 0. A repeated command logs why it trains no step; more patience continues.
+    The evaluations at steps 6 and 8 are worse; a run's final evaluation does not count."""
     for steps, last, ended in ((5, 5, False), (7, 7, False), (100, 8, True), (100, 8, True)):
         directory = train_small("--eval_every 2 --patience 2", steps=steps)
         log = new_log()
@@ -144,15 +139,15 @@ def test_run_ends_after_as_many_evaluations_without_improvement_as_patience_allo
     # 2.4 and 2.0 nats
     assert "validation bpb 3.4625, " in log and "the best validation bpb was 2.8854; " in log
     assert "nothing left to train" in log
-    # other settings have all patience again
+    # changed settings reset the patience
     for flags, last in (("2 --weight_decay 0.3", 14), ("3", 20)):
         train_small(f"--eval_every 2 --patience {flags}", steps=20)
         assert last_step(directory) == last
 
 
-def test_evaluations_of_other_data_are_not_compared_with_earlier_ones(train_small, losses):
-    """2.0 at step 4 is the best of the first evaluations, 2.4 at step 8 and 2.2 at the end are the
-    best of the others. Another learning rate changes no data."""
+def test_best_loss_restarts_when_the_validation_data_change(train_small, losses):
+    """On the first data 2.0 at step 4 is best; on the second data 2.4 at step 8, then 2.2 at the
+    end. A new learning rate changes no data."""
     flags = "--eval_every 2 --keep_best --keep_last 2"
     train_small(flags, steps=5)
     assert best_checkpoint(train_small(flags, "--lr 0.02", steps=6)).step == 4
@@ -162,7 +157,7 @@ def test_evaluations_of_other_data_are_not_compared_with_earlier_ones(train_smal
         assert final_state(directory)["best_loss"] >= 2.2
 
 
-def test_validation_loss_that_is_not_finite_is_not_the_best():
+def test_nonfinite_validation_loss_is_never_the_best():
     progress = RunProgress(best_loss=2.0)
     progress.record_evaluation(dict(val_loss=math.nan), counts=True)
     assert (progress.val_loss, progress.best_loss, progress.unimproved) == (None, 2.0, 1)
@@ -173,13 +168,13 @@ def test_validation_loss_that_is_not_finite_is_not_the_best():
 # metrics.jsonl and the log
 
 
-def test_lines_that_a_full_disk_refuses_or_cuts_are_written_later_in_order(tmp_path, new_log):
+def test_lines_lost_to_a_full_disk_are_written_later_in_order(tmp_path, new_log):
     machine.start_log()
     with Metrics(tmp_path / "metrics.jsonl", 0) as lines:
         real = lines.file
 
         def write(pending):
-            assert lines.lock.locked()  # the thread that saves writes, too
+            assert lines.lock.locked()  # the checkpoint thread writes, too
             return real.write(pending[:9])
 
         nearly_full = SimpleNamespace(write=write)
@@ -188,16 +183,16 @@ def test_lines_that_a_full_disk_refuses_or_cuts_are_written_later_in_order(tmp_p
             lines.file = full if step in (0, 2, 3, 5) else nearly_full
             lines.write(dict(step=step, loss=math.nan if step % 2 else None))
         with pytest.raises(OSError, match="No space left"):
-            lines.sync()  # so that no checkpoint is newer than the lines before it
+            lines.sync()  # raises, so that no checkpoint is saved without the lines before it
         lines.file = real
         lines.sync()
     assert real.closed
-    assert new_log().count("METRICS NOT WRITTEN") == 3  # once from each of steps 0, 2 and 5 on
+    assert new_log().count("METRICS NOT WRITTEN") == 3  # once per outage: steps 0, 2 and 5
     assert metrics(tmp_path) == [dict(step=step, loss=None) for step in range(6)]
 
 
-def test_resumed_run_repairs_the_lines_of_a_killed_one(train_small):
-    """It had written lines after its checkpoint; the last one is cut short."""
+def test_resumed_run_truncates_metrics_to_its_checkpoint(train_small):
+    """A killed run had written lines after its checkpoint; the last line is incomplete."""
     path = train_small("--eval_every 0", steps=3) / "metrics.jsonl"
     lines = path.read_text().replace('"loss": ', '"loss": null, "x": ', 1)
     path.write_text(lines + '{"step": 4, "loss": 7}\n{"step": null}\n{"step": 5, "lo')
@@ -206,9 +201,9 @@ def test_resumed_run_repairs_the_lines_of_a_killed_one(train_small):
     assert [line["step"] for line in metrics(path.parent)] == [1, 2, 3, 4]
 
 
-def test_metrics_of_speed_and_segments_are_those_of_the_steps(tmp_path, train_small):
-    """Words of four letters, and their spaces, are segments of five bytes but for the ends of a
-    window. The rates of 64 bytes add up to no more time than the run took."""
+def test_speed_and_segment_metrics_match_the_steps(tmp_path, train_small):
+    """Words of four letters and a space are segments of five bytes, except at the ends of a window.
+    The times of all steps, of 64 bytes each, sum to less than the run took."""
     words = tmp_path / "words"
     words.mkdir()
     for name in ("train.bin", "val.bin"):
@@ -241,8 +236,8 @@ TERM, INT, HUP, USR1 = signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGU
 
 @pytest.fixture
 def handled():
-    """The handler of a caller for all signals that stop a run; the list of the signals that it
-    handles."""
+    """Install a caller's handler for all signals that stop a run; return the list of signals it
+    receives."""
     numbers = []
     before = [signal.signal(number, lambda number, _: numbers.append(number)) for number in STOPS]
     yield numbers
@@ -260,7 +255,7 @@ def handled():
     ),
     ids=str,
 )
-def test_second_signal_goes_to_the_caller_unless_it_is_a_copy_of_the_first(
+def test_second_signal_goes_to_the_caller_unless_it_repeats_the_first(
     handled, ranks, first, second, seconds, quits
 ):
     with StopSignals(ranks) as stop:
@@ -273,9 +268,8 @@ def test_second_signal_goes_to_the_caller_unless_it_is_a_copy_of_the_first(
     assert handled == ([second] if quits else [])
 
 
-def test_callers_handlers_are_back_after_a_run_and_an_ignored_hangup_stays_ignored(handled):
-    """A shell ignores Ctrl-C, too, for a background job; torchrun and kill -INT may stop it all the
-    same."""
+def test_run_restores_signal_handlers_and_keeps_sighup_ignored(handled):
+    """Shells make background jobs ignore SIGINT, too; yet torchrun and kill -INT may stop them."""
     for number in (HUP, INT, USR1):
         signal.signal(number, signal.SIG_IGN)
     before = [signal.getsignal(number) for number in STOPS]
@@ -285,7 +279,7 @@ def test_callers_handlers_are_back_after_a_run_and_an_ignored_hangup_stays_ignor
     assert [signal.getsignal(number) for number in STOPS] == before
 
 
-def test_sum_of_votes_tells_all_ranks_one_signal_that_some_rank_received():
+def test_ranks_agree_on_one_signal_by_a_sum_of_votes():
     for received in itertools.product((None, *STOPS), repeat=3):
         ranks = [StopSignals(3) for _ in received]
         for rank, number in zip(ranks, received, strict=True):
@@ -318,9 +312,7 @@ assert "loss" not in mine.summary.keys()
 
 
 @pytest.mark.slow
-def test_wandb_works_offline_and_resumes_its_run_beside_one_that_the_caller_has_open(
-    tmp_path, argv_of
-):
+def test_wandb_resumes_offline_next_to_the_callers_open_run(tmp_path, argv_of):
     done = run_python(OPEN_RUN, *argv_of("--eval_every 0 --run smoke"), cwd=tmp_path, **OFFLINE)
     assert done.returncode == 0, done.stderr
     ids = {path.name.rpartition("-")[2] for path in tmp_path.glob("wandb/offline-run-*")}
@@ -328,12 +320,12 @@ def test_wandb_works_offline_and_resumes_its_run_beside_one_that_the_caller_has_
 
 
 class FakeWandb:
-    """Stands for the module, and for its runs."""
+    """Stand in for the module and its runs."""
 
     def __init__(self):
         self.begun = []  # project and id of each run, None for a new one
-        self.calls = []  # steps that are logged, and "finish"
-        self.fails_at = None  # one of these
+        self.calls = []  # logged steps and "finish"
+        self.fails_at = None  # the call that fails
 
     def init(self, project, id, **_):
         self.begun.append((project, id))
@@ -356,23 +348,25 @@ def wandb(monkeypatch) -> FakeWandb:
     return fake
 
 
-def test_going_back_in_another_directory_begins_a_new_wandb_run(train_small, wandb, monkeypatch):
-    """So does another name; without a name there is none. The environment may name the project of
-    all runs."""
+def test_wandb_run_resumes_only_in_its_directory_and_under_its_name(
+    train_small, wandb, monkeypatch
+):
+    """A checkpoint resumed in another directory, or a new name, starts a new wandb run; without a
+    name there is none. WANDB_PROJECT may name the project."""
     flags = "--run a --eval_every 0"
     monkeypatch.setenv("WANDB_PROJECT", "")
     first = train_small(flags, steps=2)
     monkeypatch.setenv("WANDB_PROJECT", "mine")
-    train_small(flags, steps=3)  # resumes: the same
+    train_small(flags, steps=3)  # resumes the same wandb run
     train_small(f"--eval_every 0 --resume {first}/spider-step2.pt", steps=3, ckpt="other")
     train_small(flags, steps=4, ckpt="other")
-    for _ in range(2):  # the second trains nothing
+    for _ in range(2):  # the second command has no step left
         train_small(flags, "--run b", steps=5, ckpt="other")
     assert wandb.begun == [("spider", None), ("mine", "new1"), ("mine", None), ("mine", None)]
     assert wandb.calls == [1, 2, "finish", 3, "finish", 4, "finish", 5, "finish"]
 
 
-def test_failure_of_wandb_is_a_line_and_the_run_continues_without_it(train_small, wandb, new_log):
+def test_wandb_failure_is_logged_and_the_run_continues(train_small, wandb, new_log):
     for steps, fails_at in ((2, 1), (4, "finish")):
         wandb.fails_at = fails_at
         directory = train_small("--run a --eval_every 0", steps=steps)
@@ -381,7 +375,7 @@ def test_failure_of_wandb_is_a_line_and_the_run_continues_without_it(train_small
     assert wandb.calls == [1, 3, 4, "finish"]
 
 
-def test_profiler_leaves_a_trace_of_three_steps(tmp_path, argv_of, run_on):
+def test_profiler_writes_a_trace_of_three_steps(tmp_path, argv_of, run_on):
     run_on(1, argv_of("--eval_every 0 --profile", steps=11))
     steps = re.findall(r"ProfilerStep#([0-9]+)", (tmp_path / "run" / "trace.json").read_text())
     assert {*steps} == {"2", "3", "4"}  # counted from 0

@@ -1,5 +1,5 @@
-"""Where the host waits for a GPU, which then has nothing to do. A CPU that stands in for it records
-the calls."""
+"""Count how often the host waits for the GPU, which then idles. A CPU that stands in for the GPU
+records the calls."""
 
 import torch
 
@@ -17,7 +17,7 @@ def small_1b():
     return model
 
 
-def test_a_step_waits_once_in_a_micro_step_and_once_before_the_update(monkeypatch):
+def test_step_waits_once_per_micro_step_and_once_before_the_update(monkeypatch):
     monkeypatch.setattr("spider.training.optim.has_bf16", lambda device: False)
     model = small_1b()
     optimizers = Optimizers(model)
@@ -27,8 +27,8 @@ def test_a_step_waits_once_in_a_micro_step_and_once_before_the_update(monkeypatc
     assert len(gpu.waits) == 4 + 1, gpu.waits
 
 
-def test_an_evaluation_waits_four_times_a_batch_and_once_at_the_end():
-    """To copy ids and labels, and to find documents and segments."""
+def test_evaluation_waits_four_times_per_batch_and_once_at_the_end():
+    """Waits per batch: copying ids, copying labels, finding documents, finding segments."""
     model = small_1b()
     ids = text(6, 64)
     with stand_in_gpu() as gpu:
@@ -36,8 +36,8 @@ def test_an_evaluation_waits_four_times_a_batch_and_once_at_the_end():
     assert len(gpu.waits) == 3 * 4 + 1, gpu.waits
 
 
-def test_a_decoded_byte_waits_eight_times_and_seven_times_more_where_a_segment_ends():
-    """Of the eight, four belong to the step that reads the byte before, and four to the draw."""
+def test_decoding_waits_eight_times_per_byte_and_seven_per_segment():
+    """Reading the previous byte waits four times, and so does sampling."""
     model = small_1b().eval()
     generator = torch.Generator().manual_seed(0)
     with stand_in_gpu() as gpu:

@@ -26,8 +26,8 @@ def on_a_gpu(monkeypatch):
 
 
 def model_that_fits(most: int) -> type[Spider]:
-    """Return a class of models that run out of memory with more than `most` sequences. When a pass
-    begins, what the passes before it kept must be gone."""
+    """Return a class of models that run out of memory with more than `most` sequences, and that
+    check at the start of a pass that the activations of earlier passes are gone."""
     kept = []
 
     class Filling(Spider):
@@ -42,8 +42,7 @@ def model_that_fits(most: int) -> type[Spider]:
 
 
 def log_of(new_log, argv, most: int) -> list[str]:
-    """Run train.py; return the lines of its log about a micro-batch that does not fit, without the
-    time."""
+    """Run train.py; return the log lines, without their time, on micro-batches that do not fit."""
     assert train.command_line(argv, model_that_fits(most)) == 0
     lines = new_log().splitlines()
     return [line.partition(" ")[2] for line in lines if "needs at least" in line]
@@ -57,13 +56,13 @@ def log_of(new_log, argv, most: int) -> list[str]:
         ("--micro_batch 9", 8, [(3, 3)]),  # not 4, which does not divide 9
     ),
 )
-def test_a_micro_batch_that_does_not_fit_is_halved_in_steps_of_as_many_bytes(
+def test_micro_batch_is_halved_until_it_fits_at_equal_bytes_per_step(
     batch, most, expected, tmp_path, argv_of, new_log
 ):
     argv = argv_of("--eval_every 0 --ckpt_every 2", batch, steps=4)
     if "micro_batch" not in batch:
-        place = argv.index("--micro_batch")
-        del argv[place : place + 2]
+        index = argv.index("--micro_batch")
+        del argv[index : index + 2]
     lines = log_of(new_log, argv, most)
     assert len(lines) == len(expected)
     for line, (micro_batch, grad_accum) in zip(lines, expected, strict=True):
@@ -74,7 +73,7 @@ def test_a_micro_batch_that_does_not_fit_is_halved_in_steps_of_as_many_bytes(
     assert state["flags"]["micro_batch"] == micro_batch
     assert state["flags"]["global_batch"] == 32 * sequences
 
-    # A micro-batch that was chosen is kept, one that was given is tried again.
+    # The resumed run keeps a micro-batch that was chosen, and retries one that was given.
     argv += ["--max_steps", "6"]
     again = log_of(new_log, argv, most)
     assert again == ([] if "global" in batch else lines)
@@ -82,14 +81,14 @@ def test_a_micro_batch_that_does_not_fit_is_halved_in_steps_of_as_many_bytes(
     assert len(metrics(tmp_path / "run")) == 6
 
 
-def test_a_single_sequence_that_does_not_fit_ends_the_run_with_advice(tmp_path, error_of):
+def test_run_ends_with_a_remedy_if_one_sequence_does_not_fit(tmp_path, error_of):
     line = error_of("--micro_batch 2", model=model_that_fits(0))
     assert "out of memory (2.50 GiB requested): halve --micro_batch and double" in line
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
-def test_a_tenth_of_the_memory_is_left_besides_what_the_optimizer_will_take(monkeypatch):
-    """AdamW takes 8 bytes of each parameter, except for tables, whose rows take 4 bytes."""
+def test_fitting_leaves_a_tenth_of_memory_plus_the_optimizers_state(monkeypatch):
+    """AdamW takes 8 bytes per parameter; a table's optimizer takes 4 bytes per row."""
     flags = f"--model tiny --set {SMALL} --optimizer adamw --seq_len 32 --micro_batch 8"
     plan = resolved(*flags.split())
     loader = Loader([mock_source(0)], 32, 0)
@@ -103,7 +102,7 @@ def test_a_tenth_of_the_memory_is_left_besides_what_the_optimizer_will_take(monk
     monkeypatch.setattr(train, "warm_up", lambda _, plan, batch: tried.append(len(batch.ids)))
 
     def micro_batches_tried(bytes_left: float) -> list[int]:
-        """By the peak of 8 sequences: with 4, half as much."""
+        """Fake a peak, proportional to the micro-batch, that leaves `bytes_left` with 8."""
         tried.clear()
         taken = 1e9 - bytes_left
         monkeypatch.setattr(train.machine, "peak_memory", lambda _: taken * tried[-1] / 8e9)
@@ -118,11 +117,11 @@ def test_a_tenth_of_the_memory_is_left_besides_what_the_optimizer_will_take(monk
     train.train_step(model, optimizers, [Batch.of(ids, ids, 0)], train.StepSettings(1))
     assert micro_batches_tried(1.001e8) == [8]  # the state is part of the peak now
     assert micro_batches_tried(0.999e8) == [8, 4]
-    assert micro_batches_tried(-8e9) == [8, 4, 2, 1]  # one sequence is tried, whatever it leaves
+    assert micro_batches_tried(-8e9) == [8, 4, 2, 1]  # one sequence is always accepted
 
 
-def test_memory_is_proved_on_one_gpu_alone(monkeypatch):
-    """Several ranks, which would have to agree, run out of memory in a step, with advice."""
+def test_memory_is_proved_only_on_a_single_gpu(monkeypatch):
+    """Several ranks, which would have to agree, run out of memory in a step, with a remedy."""
     monkeypatch.undo()
     world = world_of("cuda")
     assert train.proves_memory(world)

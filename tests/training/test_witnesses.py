@@ -1,9 +1,9 @@
-"""Numbers that runs show, beside the formulas that give them: losses, optimizers, dropout, tables.
+"""Compare the numbers of runs with their formulas: losses, optimizers, dropout, tables.
 
-A test runs train.py by its command line, on models of some thousand weights. It compares what the
-run shows in weights, gradients, metrics.jsonl or files with what follows from the meaning of a
-flag, of a field of SpiderConfig or of a constant, computed here in float64 without the product's
-functions. Golden values pin all other numbers of training.
+A test runs train.py from its command line, on models of a few thousand weights. It computes in
+float64, without the product's functions, what a flag, a field of SpiderConfig or a constant means,
+and compares the result with the run's weights, gradients, metrics.jsonl or files. Golden values
+pin all other numbers of training.
 """
 
 import math
@@ -35,11 +35,11 @@ ONE_LAYER = dict(n_recurrent_layers=1, engram_layers=(0,))
 
 
 class Runs:
-    """Runs by command line, each made once; directories of data by name."""
+    """Run command lines, each once; make directories of data."""
 
     def __init__(self, root: Path):
         self.root = root
-        self.done = {}  # recordings, by what was asked for
+        self.done = {}  # recordings, by flags, steps and data
         self.starts = {}  # checkpoints, by config
         self.bytes = make_shards(root / "bytes")  # 639 targets: 20 windows of 32
 
@@ -53,13 +53,13 @@ class Runs:
         return self(f"--model original --set {fields} {flags}", **options)
 
     def awake(self, flags: str, changes: dict | None = None, **options) -> Recording:
-        """Train a small model with all components, in which no weight is 0. It begins from a
-        checkpoint of weights alone."""
+        """Train a small model with all components and no zero weight, from a checkpoint that has
+        only weights."""
         config = small_config(**ONE_LAYER | (changes or {}))
         return self(f"--resume {self.start(config)} --reset_steps {flags}", **options)
 
     def start(self, config: SpiderConfig) -> Path:
-        """Return a checkpoint of an awake model without an optimizer's state."""
+        """Return a checkpoint of an awake model without optimizer state."""
         path = self.starts.setdefault(str(config), self.root / f"awake{len(self.starts)}.pt")
         if not path.exists():
             state = dict(
@@ -108,7 +108,7 @@ def compare(seen, expected, tolerance: float = 1e-4):
 
 
 # --------------------------------------------------------------------------------------------------
-# Optimizers: two steps, at rates of 0.01 and 0.02, of all parameters of a model with all components
+# Optimizers: two steps, at rates 0.01 and 0.02, of a model with all components
 
 STEPS = (
     "--optimizer muon --lr 0.02 --warmup_steps 1 --weight_decay 0.5 --beta1 0.8 --beta2 0.9 "
@@ -123,8 +123,8 @@ def gradients(run: Recording, name: str) -> list[Tensor]:
 
 
 def averages(numbers: list[Tensor], beta: float) -> list[Tensor]:
-    """Return the exponential moving averages of numbers: beta * average + (1 - beta) * number, from
-    0 on."""
+    """Return the exponential moving averages of numbers, starting at 0:
+    beta * average + (1 - beta) * number."""
     means = [(1 - beta) * numbers[0]]
     for number in numbers[1:]:
         means.append(beta * means[-1] + (1 - beta) * number)
@@ -132,8 +132,8 @@ def averages(numbers: list[Tensor], beta: float) -> list[Tensor]:
 
 
 def adam_directions(g_by_step: list[Tensor], beta1: float, beta2: float) -> list[Tensor]:
-    """Return Adam's steps at a rate of 1 (Kingma and Ba 2015). The averages of g and g^2 are
-    corrected for their start."""
+    """Return Adam's steps at a rate of 1 (Kingma and Ba 2015), with bias-corrected averages of g
+    and g^2."""
     means = averages(g_by_step, beta1)
     squares = averages([g * g for g in g_by_step], beta2)
     return [
@@ -143,9 +143,9 @@ def adam_directions(g_by_step: list[Tensor], beta1: float, beta2: float) -> list
 
 
 def muon_directions(g_by_step: list[Tensor], momentum: float) -> list[Tensor]:
-    """Return Muon's steps at a rate of 1 for matrices [..., r, c] (Jordan et al. 2024): the
-    singular values of Nesterov's momentum go through the quintic four times. The size is
-    Moonlight's (arXiv 2502.16982)."""
+    """Return Muon's steps at a rate of 1 for matrices [..., r, c] (Jordan et al. 2024): apply the
+    quintic four times to the singular values of Nesterov's momentum, and scale like Moonlight
+    (arXiv 2502.16982)."""
     directions = []
     for g, average in zip(g_by_step, averages(g_by_step, momentum), strict=True):
         nesterov = (1 - momentum) * g + momentum * average
@@ -158,14 +158,14 @@ def muon_directions(g_by_step: list[Tensor], momentum: float) -> list[Tensor]:
 
 
 def parameters_with(key: str, run: Recording) -> list[str]:
-    """Return the parameters whose optimizer keeps a tensor `key` for each."""
+    """Return the parameters whose optimizer state has a tensor `key`."""
     names = [name for name, state in run.first.state.items() if key in state]
     assert names
     return names
 
 
-def test_weights_change_by_the_rate_times_the_direction_and_the_decay(runs):
-    """p changes by -rate * (direction + weight_decay * p), a vector by -rate * direction."""
+def test_weights_change_by_rate_times_direction_and_decay(runs):
+    """Matrices change by -rate * (direction + weight_decay * p), vectors by -rate * direction."""
     run = runs.awake(STEPS)
     adam = parameters_with("exp_avg", run)
     directions = {name: adam_directions(gradients(run, name), 0.8, 0.9) for name in adam}
@@ -180,9 +180,9 @@ def test_weights_change_by_the_rate_times_the_direction_and_the_decay(runs):
             compare(update.change(name), expected, 1e-3 + rounding_of_fp32)
 
 
-def test_gradients_but_those_of_tables_are_clipped_to_grad_clip(runs):
-    """Gradients reach the optimizers times min(1, grad_clip / norm), or unchanged if grad_clip is
-    0. The norm is that of all parameters but the tables, which are not clipped."""
+def test_all_gradients_except_the_tables_are_clipped(runs):
+    """Gradients are multiplied by min(1, grad_clip / norm), or unchanged if grad_clip is 0. The
+    norm leaves out the tables, which are not clipped."""
     unclipped = runs.awake(STEPS)
     before = unclipped.first.gradient
     norm = math.sqrt(sum(float(g.double().square().sum()) for g in before.values()))
@@ -197,8 +197,8 @@ def test_gradients_but_those_of_tables_are_clipped_to_grad_clip(runs):
 
 
 # --------------------------------------------------------------------------------------------------
-# Loss: two micro-steps of a row; an eighth of the horizon is 4 steps, so that the first has a
-# halting warm-up of 1/4
+# Losses: two micro-steps of one sequence. The halting warm-up takes an eighth of the horizon, here
+# 4 steps, so the first step has 1/4.
 
 WEIGHTS = (
     "aux_loss_weight=0.5,z_loss_weight=0.25,ponder_weight=0.125,boundary_loss_weight=2,"
@@ -213,8 +213,8 @@ HALTING = "core.halt_predictor"
 
 
 def outputs_of(one: Pass, module: str) -> list[Tensor]:
-    """Return the outputs of a module of the core, by call. Rows of padding are left out: they are
-    the last ones in the first loop, and are dropped after it."""
+    """Return the outputs of a module of the core, by call, without padding. Padding comes last in
+    the first loop and is dropped after it."""
     return [call.y.double()[: one.segments] for call in one.called[module]]
 
 
@@ -224,7 +224,7 @@ def outputs(run: Recording, module: str) -> list[list[Tensor]]:
 
 
 def chosen(scores: Tensor) -> Tensor:
-    """Count the tokens of each expert, with two experts a token: scores [n, E] -> [E]."""
+    """Count the tokens of each expert, with two experts per token: scores [n, E] -> [E]."""
     return F.one_hot(scores.topk(2).indices, scores.shape[1]).sum((0, 1)).double()
 
 
@@ -235,9 +235,9 @@ def mean_over_visits(run: Recording, loss: Callable[[Tensor], Tensor]) -> float:
     return float(torch.stack(visits).mean())
 
 
-def test_aux_loss_is_the_load_of_experts_times_their_mean_probability(runs):
-    """aux_loss_weight * sum_e f_e * P_e. f is an expert's tokens relative to an even load, P its
-    mean probability."""
+def test_aux_loss_is_expert_load_times_mean_probability(runs):
+    """aux_loss_weight * sum_e f_e * P_e. f_e: the expert's tokens relative to an even load. P_e:
+    its mean probability."""
 
     def loss(scores):
         even_load = 2 * len(scores) / 4
@@ -247,17 +247,17 @@ def test_aux_loss_is_the_load_of_experts_times_their_mean_probability(runs):
     compare(run.lines[0]["aux_loss"], 0.5 * mean_over_visits(run, loss))
 
 
-def test_z_loss_is_the_mean_squared_log_partition_of_the_router(runs):
-    """z_loss_weight * the mean squared log-partition of the router."""
+def test_z_loss_is_the_routers_mean_squared_log_partition(runs):
+    """z_loss_weight * mean(logsumexp(router scores)^2)."""
     run = runs.awake(LOSSES, steps=1)
     mean = mean_over_visits(run, lambda scores: scores.logsumexp(-1).square().mean())
     compare(run.lines[0]["z_loss"], 0.25 * mean)
 
 
-def test_the_selection_bias_moves_by_the_sign_of_the_missing_load(runs):
-    """A step moves the bias, 0 at first, by expert_bias_rate * sign(mean load - load). The load is
-    that of all loops and micro-steps; with 16 experts, that of a part has other signs. The balance
-    is the largest load relative to the mean, on average over layers."""
+def test_expert_bias_moves_by_the_sign_of_the_missing_load(runs):
+    """A step moves the bias, 0 at first, by expert_bias_rate * sign(mean load - load). The load
+    sums all loops and micro-steps; with 16 experts, a partial sum has different signs. The balance
+    is the largest load relative to the mean, averaged over layers."""
     run = runs.awake(LOSSES, dict(n_routed_experts=16, n_recurrent_layers=2), steps=1)
     weights = run.saved(1)["model_state_dict"]
     balances = []
@@ -268,9 +268,9 @@ def test_the_selection_bias_moves_by_the_sign_of_the_missing_load(runs):
     compare(run.lines[0]["expert_balance"], np.mean(balances))
 
 
-def test_ponder_loss_is_loops_and_remainder_times_the_halting_warmup(runs):
-    """ponder_weight * warm-up * (loops + remainder). For a segment that only the last loop ends,
-    the remainder is 1 - the sum of its probabilities before. The warm-up multiplies these, too."""
+def test_ponder_loss_is_loops_plus_remainder_times_the_halting_warmup(runs):
+    """ponder_weight * warm-up * (loops + remainder). If a segment runs all loops, its remainder is
+    1 - the sum of its earlier probabilities. The warm-up multiplies these probabilities, too."""
     run = runs.awake(LOSSES, steps=1)
     costs = []
     for first, second, _ in outputs(run, HALTING):
@@ -279,9 +279,8 @@ def test_ponder_loss_is_loops_and_remainder_times_the_halting_warmup(runs):
     compare(run.lines[0]["ponder_loss"], 0.125 * WARMUP * np.mean(costs), 1e-5)
 
 
-def test_a_segment_halts_where_its_probability_reaches_act_threshold(runs):
-    """A segment halts in the first of two loops if its probability, times the warm-up, reaches
-    act_threshold."""
+def test_segment_halts_when_its_probability_reaches_act_threshold(runs):
+    """A segment halts in the first of two loops if warm-up * probability >= act_threshold."""
 
     def probabilities(run):
         return [first.sigmoid() for first, *_ in outputs(run, HALTING)]
@@ -293,8 +292,8 @@ def test_a_segment_halts_where_its_probability_reaches_act_threshold(runs):
     compare(run.lines[0]["mean_loops"], np.mean(loops))
 
 
-def test_boundary_loss_is_the_distance_of_the_boundaries_per_byte_from_their_band(runs):
-    """boundary_loss_weight * the distance between the boundaries per byte and the band
+def test_boundary_loss_is_the_distance_of_boundaries_per_byte_to_the_band(runs):
+    """boundary_loss_weight * the distance of boundaries per byte to the band
     [alpha - lambda * sigma, alpha]."""
     below = runs.awake(LOSSES, steps=1).lines[0]
     compare(below["boundary_loss"], 2 * (0.9 - 2 * 0.1 - 1 / below["bytes_per_segment"]))
@@ -303,22 +302,21 @@ def test_boundary_loss_is_the_distance_of_the_boundaries_per_byte_from_their_ban
 
 
 def padded(runs: Runs) -> Path:
-    """Make data of which two fifths are PAD, 40 bytes at a time, so that windows have unlike
-    numbers of targets."""
+    """Make data that is two fifths PAD, in runs of 40, so that windows differ in their number of
+    targets."""
     position = np.arange(640)
     return runs.write("padded", np.where(position % 100 < 40, PAD_ID, position % 26 + 97))
 
 
 def labels_of(passes: list[Pass]) -> Tensor:
-    """Return the labels of passes [M], of which not all have equally many targets."""
+    """Return the labels of passes [M]; the passes must differ in their number of targets."""
     labels = [one.given["labels"].flatten() for one in passes]
     assert len({int((part != -100).sum()) for part in labels}) > 1
     return torch.cat(labels)
 
 
-def test_core_loss_is_the_mean_of_the_nats_of_the_core_alone(runs):
-    """core_loss_weight * the mean over all targets of the nats by which the core alone predicts
-    them."""
+def test_core_loss_is_the_mean_nats_of_the_core_alone(runs):
+    """core_loss_weight * the mean nats over all targets when only the core predicts."""
     flags = "--micro_batch 1 --grad_accum 4 --set core_loss_weight=0.5"
     run = runs.awake(flags, steps=1, data=padded(runs))
     passes = run.first.passes
@@ -337,16 +335,16 @@ def test_surprise_loss_is_the_squared_error_of_the_predicted_nats(runs):
     compare(run.lines[0]["surprise_loss"], 0.001 * float((predicted - nats).square().mean()))
 
 
-def test_total_loss_is_the_sum_of_the_loss_and_its_terms(runs):
-    """The loss in nats, and the terms above."""
+def test_total_loss_is_the_sum_of_all_terms(runs):
+    """The terms are the loss in nats and the losses above."""
     line = runs.awake(LOSSES, steps=1).lines[0]
     names = "loss boundary_loss aux_loss z_loss ponder_loss core_loss".split()
     compare(line["total_loss"], sum(line[name] for name in names))
 
 
 def test_all_targets_of_a_step_weigh_equally_in_loss_and_gradient(runs):
-    """All targets of a step have the same weight in its loss and gradient, however few are in a
-    micro-step. PAD is no target."""
+    """A target's weight does not depend on the number of targets in its micro-step. PAD is no
+    target."""
     run = runs.bare("--micro_batch 1 --grad_accum 4 --grad_clip 0", data=padded(runs))
     for update, line in zip(run.updates, run.lines, strict=True):
         calls = [one.called["lm_head"][0] for one in update.passes]
@@ -361,22 +359,22 @@ def test_all_targets_of_a_step_weigh_equally_in_loss_and_gradient(runs):
 
 
 # --------------------------------------------------------------------------------------------------
-# Dropout and tables by epoch: 4 windows of 32 in each step and epoch
+# Dropout and tables by epoch. A step and an epoch are both 4 windows of 32.
 
 
 def four_windows(runs: Runs) -> Path:
     return runs.write("short", np.arange(129) % 26 + 97)
 
 
-def without_padding(rows: Tensor) -> Tensor:
-    """Leave out rows of zeros, which pad the core's."""
-    return rows[rows.any(dim=1)]
+def without_padding(tokens: Tensor) -> Tensor:
+    """Drop zero tokens, the padding of the core."""
+    return tokens[tokens.any(dim=1)]
 
 
-def test_dropout_grows_to_its_rate_over_ten_epochs_and_is_a_fifth_of_it_at_bytes(runs):
+def test_dropout_grows_over_ten_epochs_and_is_a_fifth_at_bytes(runs):
     """At the core's input and output the rate is 0 in the first epoch, half of --dropout in the
-    sixth, all of it from the eleventh on. At bytes, before and after the core, it is a fifth of
-    that."""
+    sixth, and --dropout from the eleventh on. At bytes, before and after the core, the rate is a
+    fifth of the core's."""
     run = runs.fresh(
         "--dropout 0.5 --micro_batch 4 --n_loops 1",
         "boundary_prior=0.8,boundary_loss_weight=0",
@@ -387,7 +385,7 @@ def test_dropout_grows_to_its_rate_over_ten_epochs_and_is_a_fifth_of_it_at_bytes
     for step, rate in ((1, 0.0), (6, 0.25), (11, 0.5), (12, 0.5)):
         update = run.updates[step - 1]
         called = update.passes[0].called
-        # Where the core's input is dropped, its layer reads only the embedding of the loop.
+        # Where dropout zeroes the core's input, its layer reads only the loop embedding.
         core_input = called["core.layers.0"][0].x - update.before["core.loop_embedding"][0]
         core_output = called["core.out_proj"][0].x
         for x, expected in (
@@ -397,12 +395,12 @@ def test_dropout_grows_to_its_rate_over_ten_epochs_and_is_a_fifth_of_it_at_bytes
             (called["coda.0"][0].x, rate / 5),
         ):
             compare(float((without_padding(x) == 0).double().mean()), expected, 0.15)
-        # What is kept grows by 1 / (1 - rate), from a mean square of 1.
+        # Kept values are scaled by 1 / (1 - rate); without dropout the mean square is 1.
         compare(float(without_padding(core_output).square().mean()), 1 / (1 - rate), 0.15)
 
 
-def test_engram_reset_clears_the_tables_after_the_first_step_of_the_second_epoch(runs):
-    """After the first step of the second epoch all rows are 0."""
+def test_engram_reset_clears_tables_after_the_first_step_of_epoch_two(runs):
+    """After the first step of the second epoch all tables are 0."""
     for flag, cleared in (("--engram_reset", True), ("--no-engram_reset", False)):
         run = runs.fresh(f"{flag} --micro_batch 4", data=four_windows(runs))
         weights = run.saved(2)["model_state_dict"]
@@ -411,11 +409,11 @@ def test_engram_reset_clears_the_tables_after_the_first_step_of_the_second_epoch
 
 
 # --------------------------------------------------------------------------------------------------
-# Horizons in bytes, of which a step has 64; and where a run begins
+# Horizons in bytes (64 per step), and the start of a run
 
 
-def test_target_param_data_ratio_counts_parameters_but_not_rows_of_memories(runs):
-    """Rows of tables and of matches, which are looked up, do not count as parameters."""
+def test_target_param_data_ratio_excludes_the_lookup_memories(runs):
+    """Entries of Engram tables and of the match memory do not count as parameters."""
     run = runs.fresh("--target_param_data_ratio 20", steps=1)
     counted = [
         p.numel()
@@ -425,9 +423,9 @@ def test_target_param_data_ratio_counts_parameters_but_not_rows_of_memories(runs
     assert run.saved(1)["flags"]["target_tokens"] == 20 * sum(counted)
 
 
-def test_target_flops_count_weights_and_attention_over_half_the_sequence(runs):
-    """A byte takes 6 FLOPs for each weight of a product, and attention to half the sequence: two
-    products, with keys and values, and twice that again in the backward pass."""
+def test_target_flops_counts_weights_and_attention_over_half_the_sequence(runs):
+    """A byte takes 6 FLOPs per weight of a product. Attention to half the sequence takes two
+    products, with keys and values, and twice as much again in the backward pass."""
     run = runs.bare("--target_flops 1e9", steps=1)
     weights = [
         p.numel() for name, p in run.first.before.items() if p.ndim == 2 and name != "embed_tokens"
@@ -441,8 +439,8 @@ def test_target_flops_count_weights_and_attention_over_half_the_sequence(runs):
 HEAD = "lm_head.weight"
 
 
-def test_reset_steps_begins_with_the_weights_of_a_checkpoint_alone(runs):
-    """The first step again, with the checkpoint's weights alone."""
+def test_reset_steps_takes_only_the_weights_of_a_checkpoint(runs):
+    """The run repeats the first step with the checkpoint's weights."""
     start = runs.bare()
     run = runs.bare(f"--resume {start.checkpoint(2)} --reset_steps", steps=1)
     assert run.column("step") == [1]
