@@ -131,8 +131,8 @@ def test_feed_fetches_the_next_step_ahead(monkeypatch):
 
 
 def test_gpu_batches_are_copied_from_pinned_memory_asynchronously(monkeypatch):
-    """The stand-in for a copy fills the tensor on the device one step later. Prefetcher must not make a
-    CUDA stream, because a step would not wait for copies in another stream."""
+    """The stand-in for a copy fills the tensor on the device one step later. Prefetcher must not
+    make a CUDA stream, because a step would not wait for copies in another stream."""
     copies = []
 
     def to(pinned, device, non_blocking):

@@ -32,7 +32,7 @@ def test_word_ends_are_the_first_bytes_after_words(given, ends):
 
 
 def test_hash_of_a_span_is_a_sum_over_its_bytes_modulo_2_64():
-    """The six bytes are the example in PastBytes's docstring; both spans `ab` have the same hash."""
+    """The bytes are the example in PastBytes's docstring; both spans `ab` have the same hash."""
     given = b"xab ab"
     index = torch.arange(6)
     past = PastBytes(torch.tensor(list(given)), index, index)
