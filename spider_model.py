@@ -1205,7 +1205,7 @@ class Spider(nn.Module):
             raise UsageError(
                 f"{type(self).__name__}'s logits in decoding differ from those of a full pass: a "
                 f"layer that mixes tokens must keep the last tokens that it has seen, see "
-                f"docs/guide/trying-an-idea.md#a-layer-that-mixes-rows"
+                f"docs/guide/trying-an-idea.md#a-layer-that-mixes-tokens"
             )
 
     @torch.no_grad()
