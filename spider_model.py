@@ -1094,7 +1094,7 @@ class Spider(nn.Module):
             core_loss=c.core_loss_weight * core_loss,
         )
         if predictor_terms is not None:
-            error = surprise_loss(predictor_terms.loss_M, losses_M.detach(), has_label_M)
+            error = surprise_loss(predictor_terms.predicted_loss_M, losses_M.detach(), has_label_M)
             terms["surprise_loss"] = error / n_labels
         if self.training:
             terms |= self.extra_losses(out, labels)

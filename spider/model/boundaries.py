@@ -92,7 +92,7 @@ TIE_BINS = 64  # bins over which `tie` spreads equal scores
 class PredictorTerms(NamedTuple):
     """What SurprisePredictor adds to a training pass, before the bytes' losses are known."""
 
-    loss_M: Tensor  # predicted loss of each byte's next byte, for surprise_loss
+    predicted_loss_M: Tensor  # loss of each byte's next byte, for surprise_loss
     zero_nats_M: Tensor  # zeros to add to the actual losses, see GainRegression
     counts: Tensor  # see SurprisePredictor.count
 
@@ -209,9 +209,9 @@ class SurprisePredictor(nn.Module):
     def score(self, predicted: Tensor, ids_M: Tensor, position_M: Tensor, later: int = 0) -> Tensor:
         """Return the bytes' scores [M]. position_M: in their document. later: see trust."""
         surprise_M, gain_M = predicted.unbind(1)
-        predicted_M = self.trust(later) * (surprise_M + GAIN_WEIGHT * gain_M)
+        trusted_M = self.trust(later) * (surprise_M + GAIN_WEIGHT * gain_M)
         tie_M = (position_M + 0.3) * self.rate % 1  # never 1 - rate, up to rounding
-        return self.entropy.index_select(0, ids_M) + predicted_M + tie_M * (TIE_BINS * BIN)
+        return self.entropy.index_select(0, ids_M) + trusted_M + tie_M * (TIE_BINS * BIN)
 
     @torch.no_grad()
     def boundaries(
@@ -242,9 +242,9 @@ class SurprisePredictor(nn.Module):
         unpooled_MD, zero_nats_M = GainRegression.apply(
             unpooled_MD, gain_M, b_M, earlier_MD, self.rate
         )
-        loss_M = self.entropy.index_select(0, ids_M) + surprise_M + self.mean_loss
+        predicted_loss_M = self.entropy.index_select(0, ids_M) + surprise_M + self.mean_loss
         counts = self.count(predicted, ids_M, position_M)
-        return unpooled_MD, PredictorTerms(loss_M, zero_nats_M, counts)
+        return unpooled_MD, PredictorTerms(predicted_loss_M, zero_nats_M, counts)
 
     @torch.no_grad()
     def count(self, predicted: Tensor, ids_M: Tensor, position_M: Tensor) -> Tensor:

@@ -280,8 +280,8 @@ def forbid_repeats(logits: Tensor, written: Tensor, size: int) -> Tensor:
     newest = written[:, -1:]
     candidate = (written[:, size - 2 : -1] == newest) & (newest != PAD_ID)
     row, first = candidate.nonzero(as_tuple=True)
-    sequences = written.unfold(1, size, 1)[row, first]  # [candidates, size]
+    ngrams = written.unfold(1, size, 1)[row, first]  # [candidates, size]
     written_last = written[row, length - size + 1 :]  # the size - 1 newest ids
-    repeats = (sequences[:, :-1] == written_last).all(1)
-    forbidden = (row[repeats], sequences[repeats, -1])
+    repeats = (ngrams[:, :-1] == written_last).all(1)
+    forbidden = (row[repeats], ngrams[repeats, -1])
     return logits.index_put(forbidden, logits.new_tensor(-math.inf))
