@@ -232,9 +232,9 @@ def check_product(
                 upstream_PF.float(),
                 expert_end_E,
             )
-            parts = ("value", "gradient of rows", "gradient of weights")
+            parts = ("value", "gradient of slots", "gradient of weights")
             for part, result, exact_result in zip(parts, results, exact, strict=True):
-                yield Check(f"the {part} of {used} rows, {d} x {f},", result, exact_result)
+                yield Check(f"the {part} of {used} slots, {d} x {f},", result, exact_result)
 
 
 # --------------------------------------------------------------------------------------------------
