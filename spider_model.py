@@ -8,7 +8,7 @@ Features and their sources:
     MLA, latent attention with a decoupled rotary key                  DeepSeek-V2, arXiv 2405.04434
     mixture of experts, balanced by a bias, no capacity limit          DeepSeek-V3, arXiv 2412.19437
     mean pooling of learned segments                                   FlexiTokens, arXiv 2507.12720
-    ... by a published gradient                                             Nawrot, arXiv 2211.09761
+    ... with a published gradient                                           Nawrot, arXiv 2211.09761
     segments that end where the next byte is hard to predict         this project, see boundaries.py
     segments that end with a word                                        SpaceByte, arXiv 2404.14408
     recurrent depth                                                        Huginn, arXiv 2502.05171
@@ -20,9 +20,9 @@ Features and their sources:
 
 A token is what a layer sees: a byte in the byte layers, a segment in the core. Tokens are packed,
 [tokens, hidden_size], and `cu_seqlens` marks where documents start. So sequences need no padding,
-and documents do not see each other. Parameters are fp32 unless the model is converted, matrix
-products run in `Spider.compute_dtype`, and sums over tokens, logits and losses are at least fp32
-(`wide_dtype`).
+memory grows with the number of bytes, and documents do not see each other. Parameters are fp32
+unless the model is converted, matrix products run in `Spider.compute_dtype`, and sums over tokens,
+logits and losses are at least fp32 (`wide_dtype`).
 
 Tensor names end with their shape: `h_nD` is [n, D]. Each file has its own legend; in this one,
 
@@ -154,8 +154,8 @@ class Block(nn.Module):
 
 
 class LayerState(NamedTuple):
-    """The tensors of a core layer that later segments read. A halted segment keeps its last
-    loop's."""
+    """The tensors of a core layer that later segments read. A halted segment keeps the tensors of
+    its last loop."""
 
     latents: Tensor | None = None  # [N, C + R], read by attention
     convolved: Tensor | None = None  # read by Engram's convolution, see SegmentEngram.forward
@@ -292,8 +292,8 @@ class Halting:
     halting probability in a loop, and `remaining` 1 minus its weights so far. Its weight is
 
         p           while 1 - remaining + p < threshold
-        remaining   in the first loop that reaches the threshold, or the last loop: it halts
-        0           in one more loop: later segments then read its final state, not the one before
+        remaining   in the first loop that reaches the threshold, or in the last: the segment halts
+        0           in one more loop, so later segments read its final state, not the one before
 
     Then the segment leaves the core. A segment that halts in loop 1 has weight 1 whatever p is, so
     neither p nor the later loops get a gradient. Therefore a warm-up scales p until all loops have
@@ -304,8 +304,8 @@ class Halting:
         """Start a pass.
 
         segment_weight_N: each segment's weight in means, 1 / segments, 0 for padding. drop_halted:
-        compute only the segments that are still in the core, for whose number the host has to wait;
-        else compute all."""
+        compute only the segments that are still in the core (the host waits for their number); else
+        compute all."""
         self.threshold = threshold
         self.drop_halted = drop_halted
         self.active = ALL_TOKENS
@@ -353,7 +353,7 @@ class CoreInputs:
     """What a pass through the core takes in addition to the pooled segments z [N, D]: where they
     are in the text, the settings of the pass, and in decoding the caches."""
 
-    packing: Packing  # of the segments
+    packing: Packing  # the segments' documents
     past: PastBytes  # the bytes up to the last byte of each segment
     segment_weight_N: Tensor  # each segment's weight in means: 1 / segments, 0 for padding
     n_loops: int
@@ -401,7 +401,7 @@ RoutedVisit = tuple[Tensor, Tensor, Tensor]
 
 
 class RecurrentCore(nn.Module):
-    """The looped layers. All loops have the same weights:
+    """The looped layers. All loops share their weights, except loop_embedding and LoRA:
 
         v   = A h + B e + loop_embedding[t]
         y   = layers(v)
@@ -439,11 +439,11 @@ class RecurrentCore(nn.Module):
         if config.segment_offsets > 1:
             # added to out_proj at each segment offset, [offsets, out, in]
             self.offset_proj = nn.Parameter(torch.empty(config.segment_offsets, width, width))
-        # See Halting. None: on a CPU and in decoding; in training, a GPU would wait in each loop.
+        # See Halting. None: on a CPU and in decoding; elsewhere a GPU would wait in each loop.
         self.drop_halted: bool | None = None
 
     def init_weights(self):
-        """Initialize the parameters of the loops, see Spider.init_weights."""
+        """Initialize the parameters outside the layers, see Spider.init_weights."""
         c = self.config
         self.loop_embedding.normal_(std=0.02)
         self.out_proj.weight.zero_()
@@ -473,7 +473,7 @@ class RecurrentCore(nn.Module):
         visits: list[RoutedVisit] = []
         h_nD: Tensor | None = None
         for t in range(n_loops):
-            loop = min(t, self.config.n_loops - 1)  # later loops use the last one's parameters
+            loop = min(t, self.config.n_loops - 1)  # further loops use the last one's parameters
             active = halting.active
             # v = A h + B e + loop_embedding[t]
             y_nD = self.inject(h_nD, active.select(e_ND), loop, decay_D)
@@ -587,8 +587,8 @@ class RecurrentCore(nn.Module):
     ) -> CoreOutput:
         """Compute the balance losses and tokens per expert, and return them with the output.
 
-        visits: loop by loop, in the order of layers; empty without routed experts, which then have
-        zero loss and no counts."""
+        visits: loop by loop, in the order of layers. Without routed experts there are no visits:
+        balance losses are 0, and there are no counts."""
         layers = len(self.layers)
         aux_loss = halting.loops.new_zeros(())
         z_loss = aux_loss
@@ -675,7 +675,7 @@ class Spider(nn.Module):
 
     engram_match: MatchMemory | None
     engram_input: InputEngram | None
-    prelude: Sequence[Block]  # a ModuleList, which has no types; so does the coda
+    prelude: Sequence[Block]  # like the coda, a ModuleList, which has no types
     core: RecurrentCore | None
     boundary_predictor: nn.Sequential | SurprisePredictor | None  # flexitokens, learned, words
     coda: Sequence[Block]
@@ -713,7 +713,8 @@ class Spider(nn.Module):
         self.lm_head = Linear(c.hidden_size, c.vocab_size)
 
         torch.set_rng_state(random_state)
-        if not self.embed_tokens.is_meta:  # some operations on meta tensors import torch._dynamo
+        # Meta tensors have no values, and some operations on them import torch._dynamo.
+        if not self.embed_tokens.is_meta:
             self.init_weights()
 
     def _new_byte_layers(self, count: int) -> Sequence[Block]:
@@ -751,7 +752,7 @@ class Spider(nn.Module):
 
             embed_tokens                 N(0, 1)
             Linear.weight, w_gate, w_up  N(0, 1 / fan_in); biases 0
-            o_proj, down_proj, w_down    the same / sqrt(2 * layers); core layers count each loop
+            o_proj, down_proj, w_down    the same / sqrt(2 * layers), core layers once per loop
             lm_head                      N(0, 0.02^2)
             halt_predictor               N(0, 0.02^2); bias -3: with 0 it would stick at one loop
             boundary_predictor           as Linear; flexitokens: last bias logit(boundary_prior);
@@ -798,7 +799,7 @@ class Spider(nn.Module):
         """Initialize the layers, in the order of modules: random values are drawn in this order."""
         c = self.config
         depth = _effective_depth(c)
-        # SurprisePredictor draws its own later, so that all other weights start as without it.
+        # SurprisePredictor draws its weights later, so that all others start as they do without it.
         excluded: set[nn.Module] = set()
         if isinstance(self.boundary_predictor, SurprisePredictor):
             excluded = set(self.boundary_predictor.modules())
@@ -1044,7 +1045,7 @@ class Spider(nn.Module):
         tokens = round_up(max(1, segments), multiple)
         if tokens > segments:
             segment_cu_seqlens = F.pad(segment_cu_seqlens, (0, 1), value=tokens)
-        max_seqlen = max(max_bytes, multiple)  # the padding has at most `multiple`
+        max_seqlen = max(max_bytes, multiple)  # the padding has at most `multiple` tokens
         return Packing.build(
             segment_cu_seqlens, tokens, max_seqlen, self.config, self.compute_dtype
         )
@@ -1079,7 +1080,7 @@ class Spider(nn.Module):
         out.nats_per_byte = nats_per_byte
         core_loss = torch.zeros_like(nats)
         if self.training and c.core_loss_weight and result.unpooled_MD is not None:
-            # initially unpooled is 0, so that the gradient's norm exceeds 100 and is clipped
+            # at first unpooled_MD is 0, so the gradient's norm exceeds 100 and is clipped
             core_logits_MV = self.lm_head(rms_norm(result.unpooled_MD)).to(logits_MV.dtype)
             core_nats = F.cross_entropy(
                 core_logits_MV, labels_M, ignore_index=-100, reduction="sum"
@@ -1094,7 +1095,7 @@ class Spider(nn.Module):
             core_loss=c.core_loss_weight * core_loss,
         )
         if predictor_terms is not None:
-            error = surprise_loss(predictor_terms.loss_M, losses_M.detach(), has_label_M)
+            error = surprise_loss(predictor_terms.predicted_loss_M, losses_M.detach(), has_label_M)
             terms["surprise_loss"] = error / n_labels
         if self.training:
             terms |= self.extra_losses(out, labels)
@@ -1144,7 +1145,7 @@ class Spider(nn.Module):
 
     def null_output(self) -> Tensor:
         """Return the unpooled output for bytes before a document's first boundary, at all offsets:
-        [O * D]."""
+        [O * D]; without a core, zeros [D]."""
         if self.core is None:
             return self.embed_tokens.new_zeros(self.config.hidden_size)
         return self.null_segment.repeat(self.config.segment_offsets)
@@ -1176,7 +1177,7 @@ class Spider(nn.Module):
     # Decoding. The state and sampling are in spider/model/decode.py.
 
     def decoding_state(self, rows: int = 1, n_loops: int | None = None) -> DecodingState:
-        """Make the state of `rows` rows without bytes; n_loops defaults to the config's.
+        """Make the state of `rows` rows that have no bytes yet. n_loops defaults to the config's.
 
         Raise UsageError if the model is a subclass whose decoding is wrong, see _check_decoding."""
         n_loops = self.loops_of(n_loops)
@@ -1199,7 +1200,7 @@ class Spider(nn.Module):
         ids = torch.tensor([[BOS_ID, *text]], device=self.embed_tokens.device)
         full = unchecked(ids, n_loops=n_loops).logits
         state = unchecked.decoding_state(n_loops=n_loops)
-        steps = ids.tensor_split([*range(120, 144)], dim=1)  # long, single bytes, long
+        steps = ids.tensor_split([*range(120, 144)], dim=1)  # two long steps, single bytes between
         stepped = torch.cat([unchecked.step(piece, state) for piece in steps], dim=1)
         if not torch.allclose(stepped, full, atol=0.01, equal_nan=True):
             raise UsageError(
@@ -1315,9 +1316,9 @@ class Spider(nn.Module):
         """Yield up to max_new_bytes lists with the next byte (0-255) of each row, or None after the
         row's EOS. Weights must not change meanwhile.
 
-        logits [B, V]: of the last byte fed to the state. Requesting a byte advances the state.
-        temperature, top_k, top_p, generator: see decode.draw. no_repeat_ngram_size: do not write a
-        sequence of this many bytes twice; 0: off.
+        logits [B, V]: for the last byte fed to the state. Requesting a byte advances the state.
+        temperature, top_k, top_p, generator: see decode.draw. no_repeat_ngram_size: do not write an
+        n-gram of this many bytes twice; 0: off.
 
         Raise FloatingPointError for a non-finite logit."""
         ended = torch.zeros(len(logits), dtype=torch.bool, device=logits.device)
@@ -1384,8 +1385,8 @@ class Spider(nn.Module):
 
     def update_boundaries(self, counts: Tensor, nats_per_byte: float):
         """Update learned boundaries, once per optimizer step; see SurprisePredictor.update. counts:
-        SpiderOutput.boundary_counts, summed over micro-steps and ranks. nats_per_byte: their mean
-        loss."""
+        SpiderOutput.boundary_counts, summed over micro-steps and ranks. nats_per_byte: the step's
+        mean loss."""
         if isinstance(self.boundary_predictor, SurprisePredictor):
             self.boundary_predictor.update(counts, nats_per_byte)
 
@@ -1402,15 +1403,15 @@ class Spider(nn.Module):
         Only passes with gradients are compiled; evaluation and decoding have other shapes and stay
         eager. The numbers of segments and documents are dynamic sizes. settings: for torch.compile.
 
-        Return None, or why the core's layers are left out: their graph would break."""
+        Return why the core's layers are left out (their graph would break), or None."""
         obstacle = None
         if self.compute_dtype != torch.bfloat16:
             obstacle = "torch.compile supports grouped products only in bf16"
         elif self.backend == "tile":
             obstacle = "torch.compile does not support TileKernels; use --moe_backend grouped"
         self.compiled = True
-        # torch advises TF32 for fp32 products. Here only router, halting and boundaries have any,
-        # and in TF32 their near-ties would flip.
+        # torch advises TF32 for fp32 products. Here only router, halting and boundary predictors
+        # have any, and in TF32 their near-ties would flip.
         warnings.filterwarnings("ignore", "TensorFloat32 tensor cores")
         # torch warns about recomputed in-place operations; ours only modify fresh tensors.
         logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)

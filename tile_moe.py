@@ -69,8 +69,8 @@ def resolve_backend(
                   kernels pass their test
         grouped   otherwise
 
-    dtype: of the products. compiled: whether layers are compiled. Raise BackendError if `triton` or
-    `tile` is requested but fails its test.
+    dtype: the products' dtype. compiled: whether layers are compiled. Raise BackendError if
+    `triton` or `tile` is requested but fails its test.
     """
     if name in KERNELS:
         obstacle = find_obstacle(name, device, config, dtype)
@@ -96,7 +96,7 @@ def resolve_backend(
 def has_grouped_kernel(device: torch.device, dtype: torch.dtype) -> bool:
     """Return whether torch's grouped product is a single kernel without a host sync.
 
-    According to torch's GroupedBlas.cpp it is in bf16 on compute capability 9.x and 10.x.
+    According to torch's GroupedBlas.cpp, it is one in bf16 on compute capability 9.x and 10.x.
     Elsewhere torch copies the group sizes to the host and calls mm for each group.
     """
     return dtype == torch.bfloat16 and torch.cuda.get_device_capability(device)[0] in (9, 10)
@@ -111,8 +111,8 @@ def find_obstacle(
 ) -> str | None:
     """Return why the kernels of `triton` or `tile` cannot run this model here, or None.
 
-    The reason names the remedy. The test compiles the kernels that training uses, which takes
-    seconds for each kernel, once. Raise BackendError if the test leaves the GPU unusable.
+    The reason names the remedy. The test compiles the kernels that training uses: seconds for each
+    the first time, later from a cache. Raise BackendError if the test leaves the GPU unusable.
     """
     kernels = KERNELS[backend]
     if not config.has_experts:
@@ -140,7 +140,7 @@ def find_obstacle(
         obstacle = (
             f"{kernels} cannot be imported ({first_error(fault)}): pip install {PACKAGES[backend]}"
         )
-    except Exception as fault:  # compilers and kernels raise anything
+    except Exception as fault:  # compilers and kernels can raise anything
         obstacle = f"{kernels} fails on this GPU: {first_error(fault)}"
     try:
         torch.cuda.synchronize(device)
@@ -158,8 +158,8 @@ def check_operations(
 ) -> Iterator[Check]:
     """Compare TileKernels' six operations, as `tile` uses them, with plain torch.
 
-    The scores have ties. There are enough tokens for several SMs, and all sums are exact. dtype: of
-    the tokens.
+    The scores have ties. There are enough tokens for several SMs, and all sums are exact. dtype:
+    the tokens' dtype.
     """
     tokens = 1000
     experts = config.n_routed_experts
@@ -232,9 +232,9 @@ def check_product(
                 upstream_PF.float(),
                 expert_end_E,
             )
-            parts = ("value", "gradient of rows", "gradient of weights")
+            parts = ("value", "gradient of slots", "gradient of weights")
             for part, result, exact_result in zip(parts, results, exact, strict=True):
-                yield Check(f"the {part} of {used} rows, {d} x {f},", result, exact_result)
+                yield Check(f"the {part} of {used} slots, {d} x {f},", result, exact_result)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -253,7 +253,7 @@ class ExpertSlots(NamedTuple):
     """The assignments sorted by expert, for the backends that sort."""
 
     slot_NK: Tensor  # the slot of each assignment
-    # each slot's token, any token for padding; for `tile` instead its expert, -1 for padding
+    # each slot's token, any token for padding; for `tile`, each slot's expert, -1 for padding
     source_P: Tensor
     expert_end_E: Tensor  # int32, the slot after each expert's last one
 
@@ -303,7 +303,7 @@ def _slots_by_counting(topk_idx_NK: Tensor, n_experts: int) -> ExpertSlots:
     padded_E = ((count_E + (ALIGNMENT - 1)) // ALIGNMENT * ALIGNMENT).clamp_min(ALIGNMENT)
     expert_end_E = padded_E.cumsum(0)
     expert_start_E = expert_end_E - padded_E
-    # In place, since [E, A] is large. Row e has the slots of the assignments to expert e, else 0.
+    # In place, since [E, A] is large. Row e has the slots of assignments to expert e, 0 for others.
     slot_if_chosen_EA = rank_EA.add_(expert_start_E[:, None] - 1).mul_(is_chosen_EA)
     slot_A = slot_if_chosen_EA.sum(0)
     assignment_A = torch.arange(len(slot_A), device=device)
@@ -391,7 +391,7 @@ def route(
         topk_weights   their softmax(score), scaled to a sum of 1
 
     With k = 1 the weight is not scaled, as in Switch Transformer (arXiv 2101.03961): a weight of 1
-    would leave the router no gradient from the loss. topk_idx_NK: of an earlier pass, to reuse in
+    would leave the router no gradient from the loss. topk_idx_NK: from an earlier pass, to reuse in
     recomputation.
     """
     tile = backend == "tile"
@@ -430,7 +430,8 @@ def balance(
     k = topk_idx_VNK.shape[2]
     is_ignored_VN1 = (token_weight_VN == 0)[:, :, None]
     tokens_VE = _counts(topk_idx_VNK.masked_fill(is_ignored_VN1, -1), experts, backend)
-    # relative to an even load of 1 / weight tokens; divided by total, of the tokens with a weight
+    # relative to an even load of N tokens, then of 1 / weight tokens (no padding); divided by
+    # total_V, to an even load of the tokens with a weight
     load_VE = tokens_VE * (experts / (tokens * k)) * (tokens * token_weight_VN.amax(1))[:, None]
 
     total_V = token_weight_VN.sum(1).clamp_min(1e-9)

@@ -53,7 +53,7 @@ class SpiderConfig:
     n_prelude_layers: int = 2
     n_recurrent_layers: int = 6  # 0: no core, only byte layers (a baseline)
     n_coda_layers: int = 2
-    n_loops: int = 6  # loops in training; later loops use the last one's LoRA
+    n_loops: int = 6  # loops in training; further loops use the last one's LoRA
     # attention (MLA)
     n_heads: int = 16
     q_lora_rank: int = 768
@@ -81,13 +81,13 @@ class SpiderConfig:
     boundary_alpha: float = 1 / 3
     boundary_lambda: float = 3.0
     boundary_sigma: float = 0.023
-    segment_offsets: int = 1  # how many of the next bytes have their own projection of a segment
+    segment_offsets: int = 1  # projections of a segment, one for each of the next bytes
     # recurrence
     lora_rank: int = 16  # rank of the per-loop adapters; 0: none
     act: bool = True  # adaptive computation time; False: output the last loop's state
     act_threshold: float = 0.99
-    ponder_weight: float = 0.001  # of the cost of loops; 0: none
-    core_loss_weight: float = 0.0  # of the core's own next-byte loss; 0: none
+    ponder_weight: float = 0.001  # weight of the cost of loops; 0: none
+    core_loss_weight: float = 0.0  # weight of the core's own next-byte loss; 0: none
     # Engram: tables of hashed contexts, at segment rate before some core layers, and at byte rate
     # (engram_byte_...) before prelude and head.
     engram_layers: tuple[int, ...] = (1, 4)  # core layers that have an Engram
@@ -261,7 +261,7 @@ class SpiderConfig:
 
 @cache
 def span_of(context: str) -> tuple[str, int, int]:
-    """Parse the name of a context (see contexts.py): return its unit, and the units back where its
+    """Parse the name of a context (see contexts.py): return its unit, and how many units back its
     span ends and begins. Raise ValueError for an unknown name.
 
         4 -> byte, 0, 4     1-4 -> byte, 1, 4     word2 -> word, 0, 2"""

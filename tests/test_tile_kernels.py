@@ -157,7 +157,7 @@ def test_check_accepts_a_right_product_and_names_what_is_wrong(dtype):
     for part, change, named in (
         ("value", lambda y: y.roll(1, 1), "the value of "),
         ("value", lambda y: y * math.nan, "the value of "),
-        ("slots", lambda g: g * 1.01, "the gradient of rows of "),
+        ("slots", lambda g: g * 1.01, "the gradient of slots of "),
         ("weights", lambda g: g.roll(1, 0), "the gradient of weights of "),
         ("weights", without_empty_experts, "the gradient of weights of "),
     ):

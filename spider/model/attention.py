@@ -56,8 +56,9 @@ class Cache:
     def __init__(self, buffer: Tensor, packing: Packing, before: Tensor, window: int = 0):
         """Make room for the tokens of a step in the buffer of the previous step.
 
-        packing: of the step's tokens. before: int64 [B], tokens of each document in earlier steps.
-        window: tokens that a token reads, itself included; 0: all. Waits for the device."""
+        packing: documents of the step's tokens. before: int64 [B], tokens of each document in
+        earlier steps. window: tokens that a token reads, itself included; 0: all. Waits for the
+        device."""
         self.tokens_B = before + packing.cu_seqlens.diff()
         tokens = int(self.tokens_B.max())  # host synchronisation
         needed = min(tokens, window + packing.max_seqlen - 1) if window else tokens
@@ -98,7 +99,7 @@ class Cache:
 class LatentCache(Cache):
     """The cache of attention: latents of earlier tokens, to which a step's tokens attend."""
 
-    hidden: Tensor | None = None  # bool [B, T, used_slots]: slots that a token cannot see
+    hidden: Tensor | None = None  # bool [B, T, used_slots]: not visible to a token; None: all are
     padded_index: Tensor  # int64 [M], index of the step's tokens in [B * T]; only with `hidden`
     kept: dict[int, Tensor] | None  # see tokens_before; None in the core
 
@@ -155,8 +156,8 @@ def tokens_before(
     """Return the `count` tokens before each token in a byte layer, the nearest last: [M, D, count].
     Before a document's start they are zero.
 
-    cache: the layer's, in decoding. It keeps the last tokens, so call this function once per layer.
-    Raise UsageError in a core layer, whose cache keeps none."""
+    cache: the layer's cache, in decoding. It keeps the last tokens, so call this function once per
+    layer. Raise UsageError in a core layer, whose cache keeps none."""
     documents = 1 if cache is None else len(packing.cu_seqlens) - 1
     known_BTD = F.pad(x_MD.unflatten(0, (documents, -1)), (0, 0, count, 0))
     if cache is not None:
@@ -246,7 +247,7 @@ def attend_varlen(q_MHQ: Tensor, k_MHQ: Tensor, v_MHQ: Tensor, packing: Packing)
 
 
 def attend_padded(qkv: Tensor, packing: Packing) -> Tensor:
-    """Do the same without the kernel, in padded batches of documents.
+    """Attend causally inside each document without that kernel, in padded batches of documents.
 
     qkv: [M, H, 3, Q], queries, keys and values. Returns [M, H * Q]."""
     assert packing.buckets is not None
@@ -369,7 +370,7 @@ class MLA(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """Attend from the active tokens x [n, D] -> [n, D]; also return the latents [M, C + R].
 
-        latent: [M, C + R], latents of the loop before, which inactive tokens keep; None in the
+        latent: [M, C + R], latents of the previous loop, which inactive tokens keep; None in the
         first loop. They are not normed or rotated yet. cache: in decoding, holds the latents of
         earlier steps, normed and rotated."""
         c = self.config

@@ -72,13 +72,13 @@ def boundary_loss(b_M: Tensor, input_ids: Tensor, config: SpiderConfig) -> Tenso
 # Learned boundaries
 
 GAIN_WEIGHT = 3.0  # weight of the gain in the score; surprise has weight 1
-# Steps: the regression's weight in the score is 0 until TRUST_BEGINS, then rises linearly to 1
+# Steps between which the regression's weight in the score rises linearly from 0 to 1
 TRUST_BEGINS = 30
 TRUST_COMPLETE = 60
-HISTOGRAM_DECAY = 0.9  # per step, of the counts of earlier scores, after TRUST_COMPLETE
+HISTOGRAM_DECAY = 0.9  # each step's factor on the counts of earlier scores, after TRUST_COMPLETE
 STRAY_RATE = 0.003  # random boundaries per byte, in training
 STRAY_SITE = 5  # site of the noise; dropout has sites 0 to 3, see spider_model
-LOSS_WEIGHT = 0.001  # of both squared errors: too small to affect gradient clipping
+LOSS_WEIGHT = 0.001  # weight of both squared errors: too small to affect gradient clipping
 # The regression's targets are clamped to these, in nats
 MAX_LOSS = 12.0
 MAX_GAIN = 3.0
@@ -92,7 +92,7 @@ TIE_BINS = 64  # bins over which `tie` spreads equal scores
 class PredictorTerms(NamedTuple):
     """What SurprisePredictor adds to a training pass, before the bytes' losses are known."""
 
-    loss_M: Tensor  # predicted loss of each byte's next byte, for surprise_loss
+    predicted_loss_M: Tensor  # loss of each byte's next byte, for surprise_loss
     zero_nats_M: Tensor  # zeros to add to the actual losses, see GainRegression
     counts: Tensor  # see SurprisePredictor.count
 
@@ -100,9 +100,9 @@ class PredictorTerms(NamedTuple):
 class GainRegression(torch.autograd.Function):
     """Fit the gain of each boundary, in the backward pass, to the nats that the boundary saves.
 
-    Return `unpooled` unchanged, and zero_nats [M], to be added to the losses of the bytes. Its
-    value is zero, and its gradient is nat_weight = dL/dnats, the weight of each byte's loss in the
-    loss L to minimize: 0 for a byte without a label, and for all bytes if L is not the model's.
+    Return `unpooled` unchanged, and zero_nats [M], zeros to add to the losses of the bytes. The
+    gradient of zero_nats is nat_weight = dL/dnats, the weight of each byte's loss in the loss L to
+    minimize: 0 for a byte without a label, and for all bytes if L is not the model's.
 
     earlier_MD: what each byte would receive without its last boundary. rate: boundaries per
     byte."""
@@ -148,20 +148,20 @@ class SurprisePredictor(nn.Module):
         score = entropy(last byte) + trust * (surprise + GAIN_WEIGHT * gain) + tie
 
     - entropy of the next byte given the last one, relative to the mean entropy. It comes from
-      counts of pairs of bytes, so one step is enough to know it (Harris 1955; BLT, arXiv
-      2412.09871, uses the entropy of a model).
-    - surprise: a small regression on the byte's state predicts the loss of the next byte; this is
-      the part beyond the entropy.
+      counts of pairs of bytes, so it is known after one step (Harris 1955; BLT, arXiv 2412.09871,
+      uses the entropy of a model).
+    - surprise: the loss of the next byte beyond the entropy, as a small regression predicts it from
+      the byte's state.
     - gain, the regression's second output: how many nats a boundary saves, to first order, if the
       bytes after it receive the segment that ends there instead of the segment before. It is
       observed at boundaries and, in training, at random strays. Without it the loss is 0.004 higher
       (docs/results/learning.md).
-    - trust rises from 0 to 1 between two steps, because early losses say little.
+    - trust rises from 0 at TRUST_BEGINS to 1 at TRUST_COMPLETE, because early losses say little.
     - tie spaces boundaries evenly where all bytes are alike.
 
     The threshold is the quantile of scores that leaves `rate` boundaries per byte. The regression
-    reads detached states, so only its own weights learn from its errors. Everything it learns from
-    is a sum over bytes, so micro-batches and ranks make no difference. Call `update` once per
+    reads detached states, so only its own weights learn from its errors. All learning is
+    from sums over bytes, so micro-batches and ranks make no difference. Call `update` once per
     optimizer step."""
 
     def __init__(self, hidden_size: int, vocab_size: int, rate: float):
@@ -172,7 +172,7 @@ class SurprisePredictor(nn.Module):
             nn.GELU(),
             WideLinear(hidden_size // 4, 2, bias=True),
         )
-        self.pairs: Tensor = nn.Buffer(torch.empty(vocab_size, vocab_size))  # counts: byte, next
+        self.pairs: Tensor = nn.Buffer(torch.empty(vocab_size, vocab_size))  # counts by byte, next
         # entropy of the next byte after each byte, minus the mean
         self.entropy: Tensor = nn.Buffer(torch.empty(vocab_size))
         self.histogram: Tensor = nn.Buffer(torch.empty(N_BINS))  # counts of scores
@@ -207,11 +207,12 @@ class SurprisePredictor(nn.Module):
 
     @torch.no_grad()
     def score(self, predicted: Tensor, ids_M: Tensor, position_M: Tensor, later: int = 0) -> Tensor:
-        """Return the bytes' scores [M]. position_M: in their document. later: see trust."""
+        """Return the bytes' scores [M]. position_M: positions in the document. later: see trust."""
         surprise_M, gain_M = predicted.unbind(1)
-        predicted_M = self.trust(later) * (surprise_M + GAIN_WEIGHT * gain_M)
-        tie_M = (position_M + 0.3) * self.rate % 1  # never 1 - rate, up to rounding
-        return self.entropy.index_select(0, ids_M) + predicted_M + tie_M * (TIE_BINS * BIN)
+        trusted_M = self.trust(later) * (surprise_M + GAIN_WEIGHT * gain_M)
+        # 0.3 keeps ties away from the initial threshold, 1 - rate
+        tie_M = (position_M + 0.3) * self.rate % 1
+        return self.entropy.index_select(0, ids_M) + trusted_M + tie_M * (TIE_BINS * BIN)
 
     @torch.no_grad()
     def boundaries(
@@ -242,9 +243,9 @@ class SurprisePredictor(nn.Module):
         unpooled_MD, zero_nats_M = GainRegression.apply(
             unpooled_MD, gain_M, b_M, earlier_MD, self.rate
         )
-        loss_M = self.entropy.index_select(0, ids_M) + surprise_M + self.mean_loss
+        predicted_loss_M = self.entropy.index_select(0, ids_M) + surprise_M + self.mean_loss
         counts = self.count(predicted, ids_M, position_M)
-        return unpooled_MD, PredictorTerms(loss_M, zero_nats_M, counts)
+        return unpooled_MD, PredictorTerms(predicted_loss_M, zero_nats_M, counts)
 
     @torch.no_grad()
     def count(self, predicted: Tensor, ids_M: Tensor, position_M: Tensor) -> Tensor:
@@ -280,7 +281,7 @@ class SurprisePredictor(nn.Module):
         self.entropy.copy_(entropy_V - entropy_V @ total_V / total)
         self.steps += 1
         # As long as the next step's trust is 0, the counts of bytes determine the scores. Until
-        # trust is complete, scores change too fast to count those of earlier steps.
+        # trust is complete, scores change too fast to keep the counts of earlier steps.
         untrusted = self._expected_scores(total_V * (scores.sum() / total))
         trusted = self.histogram * HISTOGRAM_DECAY * (self.steps > TRUST_COMPLETE) + scores
         self.histogram.copy_(torch.where(self.trust() > 0, trusted, untrusted))

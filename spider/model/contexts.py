@@ -37,7 +37,7 @@ INVERSE = pow(BASE, -1, 1 << 64)
 def word_ends(ids_L: Tensor, position_L: Tensor) -> Tensor:
     """Mark bytes that end a word: bytes that are not word bytes, but follow one. bool [L].
 
-    position_L: of each byte in its document. Word bytes are letters, digits, _, UTF-8 continuation
+    position_L: positions in the document. Word bytes are letters, digits, _, UTF-8 continuation
     bytes, and the lead bytes of two-byte letters (from 0xC3 on: Latin, Greek, Cyrillic, Hebrew,
     Arabic). A Chinese character is therefore a word. SpaceByte (arXiv 2404.14408) has the same
     rule, except that _ and these lead bytes end a word."""
@@ -66,8 +66,8 @@ class PastBytes:
     """
 
     def __init__(self, ids_L: Tensor, position_L: Tensor, index_M: Tensor):
-        """ids_L: int64. position_L: int64, of each byte in its document. index_M: int64, of the M
-        bytes in the text."""
+        """ids_L: int64. position_L: int64, each byte's position in its document. index_M: int64,
+        the M bytes' indices in the text."""
         self.ids = ids_L
         self.position = position_L
         self.index = index_M
@@ -148,7 +148,7 @@ class PastBytes:
 
     def key(self, context: str) -> Tensor:
         """Return the key of a context, int64 [M]: the hash of its bytes. A context that begins
-        before the document has a key of its position alone."""
+        before the document gets a key from its position alone."""
         if context not in self.key_of:
             begin_M, end_M = self.span(context)
             hash_M = self.hash(begin_M.clamp_min(0), end_M.clamp_min(0))

@@ -31,7 +31,7 @@ from spider.model.packing import Packing, document_starts
 from spider.model.segments import add_open_segments, sum_segments
 from spider.vocabulary import EOS_ID, PAD_ID
 
-PIECE = 256  # most bytes per row in one pass of decoding, to limit memory
+PIECE = 256  # maximum bytes per row in one pass of decoding, to limit memory
 # If a step's bytes times hidden_size^2 are at most this, a second thread gains nothing. On busy
 # cores a second thread makes the step many times slower: docs/results/performance.md#threads
 ONE_THREAD = 1 << 20
@@ -73,7 +73,7 @@ class DecodingState:
         null: Tensor,
         wide_dtype: torch.dtype,
     ) -> "DecodingState":
-        """Make the state of `rows` rows without bytes.
+        """Make the state of `rows` rows that have no bytes yet.
 
         null: [O * D], see Spider.null_output; its device and dtype are the state's."""
         c = config
@@ -115,7 +115,8 @@ class DecodingState:
         return DecodingState(**copies)
 
     def start_documents(self, starts: Tensor, null: Tensor):
-        """Reset the rows in which a new document starts, bool [B]. null: see Spider.null_output.
+        """Reset the rows in which a new document starts. starts: bool [B]. null: see
+        Spider.null_output.
 
         Bytes, latents and history of the previous document stay stored, but a row at position 0
         sees none of them."""
@@ -141,9 +142,8 @@ class DecodingState:
         return unpooled_BOD[row_B, offset_B]
 
     def pool_segments(self, x_MD: Tensor, b_M: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
-        """Pool the segments that end in a step, each row's open segment included, as
-        segments.pool_segments does. The bytes after a row's last boundary become its open segment.
-        """
+        """Pool the segments that end in a piece, as segments.pool_segments does. A row's first
+        segment continues its open segment; the bytes after its last boundary become the new one."""
         sums, weights, segment_cu_seqlens = sum_segments(x_MD, b_M, cu_seqlens)
         sums = add_open_segments(sums, segment_cu_seqlens, self.open_segment)
         weights = add_open_segments(weights, segment_cu_seqlens, self.open_bytes)
@@ -161,7 +161,7 @@ class DecodingState:
         self.unpooled = torch.where(has_new, newest, self.unpooled)
 
 
-# The dimension that holds a state's rows, for tensors in which it is not the first.
+# The dimension of a state's rows, for tensors where it is not the first.
 ROW_DIMENSION = {
     "history_keys": 1,
     "history_previous": 1,
@@ -217,10 +217,9 @@ def pack_piece(
 
 @contextmanager
 def fewer_threads(work: int) -> Iterator[None]:
-    """Use one thread for a step of little work: bytes times hidden_size^2, see ONE_THREAD."""
+    """Use one thread if `work`, bytes times hidden_size^2, is at most ONE_THREAD."""
     threads = torch.get_num_threads()
-    # A Python thread that starts during another thread's step begins with one thread. It must not
-    # restore that number.
+    # A Python thread that starts during another's step begins with 1 thread; it must not restore 1.
     is_few = threads > 1 and work <= ONE_THREAD
     if is_few:
         torch.set_num_threads(1)
@@ -266,22 +265,22 @@ def draw(
 
 
 def forbid_repeats(logits: Tensor, written: Tensor, size: int) -> Tensor:
-    """Rule out ids that would repeat a sequence of `size` written ids: logits [B, vocab_size].
+    """Rule out ids that would repeat an n-gram of `size` written ids: logits [B, vocab_size].
 
-    written int64 [B, n]: all ids so far, PAD after the end of a row. Does the same as
-    no_repeat_ngram_size of transformers."""
+    written int64 [B, n]: all ids so far, PAD after the end of a row. transformers'
+    no_repeat_ngram_size does the same."""
     length = written.shape[1]
     if length < size:
         return logits
     if size == 1:
         return logits.scatter(1, written, -math.inf)
-    # Compare only sequences whose last id but one is the newest id. Comparing all sequences would
-    # take longer than a decoding step.
+    # Compare only n-grams whose second-to-last id is the newest id. Comparing all would take
+    # longer than a decoding step.
     newest = written[:, -1:]
     candidate = (written[:, size - 2 : -1] == newest) & (newest != PAD_ID)
     row, first = candidate.nonzero(as_tuple=True)
-    sequences = written.unfold(1, size, 1)[row, first]  # [candidates, size]
+    ngrams = written.unfold(1, size, 1)[row, first]  # [candidates, size]
     written_last = written[row, length - size + 1 :]  # the size - 1 newest ids
-    repeats = (sequences[:, :-1] == written_last).all(1)
-    forbidden = (row[repeats], sequences[repeats, -1])
+    repeats = (ngrams[:, :-1] == written_last).all(1)
+    forbidden = (row[repeats], ngrams[repeats, -1])
     return logits.index_put(forbidden, logits.new_tensor(-math.inf))

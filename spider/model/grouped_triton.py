@@ -11,9 +11,9 @@ average, which wastes less with small blocks:
 
                                          64 x 128, 4 warps   128 x 128, 8 warps
     FLOP per byte read from L2                          43                   64
-    empty, 340 rows per expert
+    waste, 340 rows per expert
         (`1b`, 112 x 256 bytes)            9% of the work                  19%
-    empty, 1,550 rows per expert
+    waste, 1,550 rows per expert
         (`1b`, 64 x 2,048 bytes)                        2%                   4%
 
 So blocks have 128 rows if experts have LARGE_FROM rows on average, except in fp32, where they are
@@ -67,7 +67,7 @@ def product_kernel(
     an expert's weights, in the L2 cache.
     """
     block = tl.program_id(1)
-    # The blocks of expert e are numbered from start // ROWS + e, with its first row `start`. This
+    # The blocks of expert e, whose first row is `start`, are numbered from start // ROWS + e. This
     # leaves enough numbers for each expert, without a sum over the experts before, because
     #     ceil((end - start) / ROWS) <= end // ROWS - start // ROWS + 1
     e = tl.arange(0, EXPERTS)  # a power of two

@@ -44,8 +44,8 @@ def value_and_gradients(
 
 
 def first_error(fault: Exception) -> str:
-    """Describe an error in one line: the first line that reports an error, since compilers print
-    the source first, else the first line."""
+    """Describe an error in one line: the first line that reports one, else the first line.
+    Compilers print the source before their errors."""
     lines = [line.strip() for line in str(fault).splitlines() if line.strip()]
     first = lines[0] if lines else ""
     for line in lines:

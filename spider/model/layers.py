@@ -98,8 +98,8 @@ class WideProduct(torch.autograd.Function):
         grad_x_MD = None
         grad_weight_FD = None
         if ctx.needs_input_grad[0]:
-            # The result is rounded to bf16, so the two largest terms of each factor suffice, and of
-            # their four products the three that are above that rounding.
+            # The result is rounded to bf16, so the two largest terms of each factor suffice. Of
+            # their four products, the smallest is below that rounding, too.
             grad_1, grad_2, _ = grad_terms.chunk(3, dim=1)
             weight_1, weight_2, _ = weight_terms.chunk(3)
             weights = torch.cat((weight_1, weight_2, weight_1))
@@ -112,7 +112,7 @@ class WideProduct(torch.autograd.Function):
 
 def bf16_terms(x: Tensor, dim: int = 0) -> Tensor:
     """Split fp32 numbers into three bf16 terms, concatenated along a dimension. The terms sum to
-    the number, except for the smallest exponents."""
+    the number, except at the smallest exponents."""
     first = x.to(torch.bfloat16)
     rest = x - first
     second = rest.to(torch.bfloat16)

@@ -144,7 +144,7 @@ class EngramTable(HashedContexts):
         if not self.lookups:
             return None
         rows = torch.cat([row for row, _ in self.lookups])
-        # The sum of a row belongs to one of its lookups: to the one that scatter_ writes last.
+        # A row's sum is stored with one of its lookups: whichever scatter_ writes last.
         holder = torch.empty(len(self.weight), dtype=torch.int64, device=rows.device)
         holder.scatter_(0, rows, torch.arange(len(rows), device=rows.device))
         sums = self.lookups[0].gradient.new_zeros(len(rows), self.weight.shape[1])
@@ -210,7 +210,7 @@ class MatchHistory(NamedTuple):
     """The bytes of each document so far, in decoding. The byte at position t is in slot t."""
 
     ids: Tensor  # int64 [B, S]
-    keys: Tensor  # int64 [X, B, S], of the contexts that end with each byte
+    keys: Tensor  # int64 [X, B, S], keys of the contexts that end with each byte
     previous: Tensor  # int64 [X, B, S], slot of each context's previous occurrence; -1: none
 
 
@@ -218,8 +218,8 @@ class MatchMemory(HashedContexts):
     """A lookup in the document itself, like the match model of compressors. It has no parameters; a
     small transformer takes long to learn the same.
 
-    An occurrence of a context is an earlier byte of the document with which the context ends. The
-    last `occurrences` (at least two) are found.
+    An occurrence of a byte's context is an earlier byte of the document that ends the same context.
+    The last `occurrences` (at least two) are found.
 
     A match's row is the byte after the newest occurrence, plus
           0  if there is no older occurrence
@@ -235,7 +235,7 @@ class MatchMemory(HashedContexts):
         self.occurrences = occurrences
 
     def forward(self, past: PastBytes, document_M: Tensor) -> Matches:
-        """Find the matches of all bytes of a text. document_M: int64, of each byte, ascending.
+        """Find the matches of all bytes of a text. document_M: int64, their documents, ascending.
 
             byte M    text order
             rank R    order of the keys; the sort is stable, so equal keys keep text order
@@ -386,8 +386,8 @@ class SegmentEngram(nn.Module):
     def retrieve(self, past: PastBytes, position_N: Tensor, dtype: torch.dtype) -> RetrievedMemory:
         """Look up what all loops use.
 
-        past: its M bytes are the last bytes of the N segments. position_N: int64, of the segments
-        in their documents."""
+        past: its M bytes are the last bytes of the N segments. position_N: int64, the
+        segments' positions in their documents."""
         rows = self.table(past).flatten(1).to(dtype)
         key_ND = rms_norm(self.key_proj(rows), self.eps)
         value_ND = self.value_proj(rows)
@@ -434,7 +434,7 @@ class SegmentEngram(nn.Module):
             full pass     [N, 1], scale: norm(u) = scale * value
             with cache    [N, D], norm(u) itself, since later steps do not have this step's values
 
-        before: this input in the loop before, which inactive segments keep; None in the first
+        before: this input in the previous loop, which inactive segments keep; None in the first
         loop. cache: in decoding, holds norm(u) of earlier steps."""
         key = active.select(retrieved.key)
         value = active.select(retrieved.value)
@@ -538,7 +538,7 @@ class InputEngram(ByteEngram):
 
 
 class OutputEngram(ByteEngram):
-    """The memory before the head. Gates of the state weight its rows.
+    """The memory before the head. Gates, computed from the state, weight its rows.
 
     It can also add to the logits directly, in two ways:
 

@@ -115,7 +115,7 @@ class Packing:
     ) -> "Packing":
         """Build the packing of `tokens` tokens.
 
-        cu_seqlens: int32 [B + 1]. dtype: that of attention. before: int64 [B], tokens of each
+        cu_seqlens: int32 [B + 1]. dtype: for attention. before: int64 [B], tokens of each
         document in earlier decoding steps; None outside decoding."""
         device = cu_seqlens.device
         token = torch.arange(tokens, device=device)
@@ -193,7 +193,7 @@ class ActiveTokens:
         return x.new_zeros(len(self.mask), *x.shape[1:]).index_copy(0, self.index, x)
 
     def merge(self, before_MD: Tensor | None, x_nD: Tensor) -> Tensor:
-        """Return all tokens [M, D]: active ones from x, inactive ones from the loop before.
+        """Return all tokens [M, D]: active ones from x, inactive ones from the previous loop.
 
         before is None in the first loop, when all tokens are active."""
         if before_MD is None or self.mask is None:
@@ -304,9 +304,9 @@ def next_power_of_two(n: int) -> int:
 
 
 def padding_multiple(n_bytes: int, max_seqlen: int) -> int:
-    """Return the number of which the core's segments, with padding, are a multiple.
+    """Return the multiple to which the core's segments are padded.
 
-    n_bytes: of the batch. max_seqlen: most bytes of a document. Few different numbers of segments
-    mean few different kernels on a CPU, and few graphs of compiled layers. Products in FP8 need
-    multiples of 16."""
+    n_bytes: bytes of the batch. max_seqlen: upper bound of a document's bytes. Few different
+    numbers of segments mean few different kernels on a CPU, and few graphs of compiled layers.
+    Products in FP8 need multiples of 16."""
     return round_up(max(1, min(max_seqlen, n_bytes // 64)), 16)

@@ -120,11 +120,11 @@ def unpool_segments(
     document_M, ended_M = _documents_and_segments(b, cu_seqlens)
     ended_M = ended_M - back
     null = null.view(-1, *z.shape[1:])
-    nulls = len(null)  # 1 or B
+    n_nulls = len(null)  # 1 or B
     rows = torch.cat((null.to(z.dtype), z))
     has_segment = ended_M > segment_cu_seqlens.index_select(0, document_M)
-    row_of_segment = nulls + ended_M - 1
-    row_of_null = document_M.clamp_max(nulls - 1)
+    row_of_segment = n_nulls + ended_M - 1
+    row_of_null = document_M.clamp_max(n_nulls - 1)
     row_M = torch.where(has_segment, row_of_segment, row_of_null)
     if offset is not None:
         row_M = row_M * z.shape[1] + offset
