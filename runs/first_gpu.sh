@@ -136,7 +136,7 @@ for precision in $precisions; do
 done
 run short_documents 300 bash -ec '
     mkdir "$0"
-    grep -hE "^[^\"\\]{30,70}$" ./*.py spider/*/*.py tests/*.py | sed "s/.*/{\"text\": \"&\"}/" > "$0/lines.jsonl"
+    grep -hE "^[^\"\\]{30,70}$" ./*.py spider/*.py spider/*/*.py tests/*.py | sed "s/.*/{\"text\": \"&\"}/" > "$0/lines.jsonl"
     python data.py prepare "$0/lines.jsonl" --out "$0/data"
     python bench.py --only step --compile off --data_dir "$0/data" $1
     ' "$dir/short_documents" "$batch"
