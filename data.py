@@ -341,7 +341,7 @@ class Loader:
         self.block_counts = np.array(apportion([source.weight for source in sources], block))
         self.share = self.block_counts / block  # the exact fraction of the sequences
         self.deal = lru_cache(maxsize=4)(self._deal)
-        # With seed and seq_len, this decides which sequences a step reads. Keys of a checkpoint.
+        # With seed and seq_len, this decides which sequences a step reads. Saved in checkpoints.
         self.mixture = dict(targets=self.targets.tolist(), shares=self.share.tolist())
         for source, targets, count in zip(sources, self.targets, self.block_counts, strict=True):
             if targets < seq_len:
@@ -461,9 +461,9 @@ def validation_sets(
     """Return the rows that every evaluation scores, by source name: (input_ids, labels), int64
     [n, seq_len].
 
-    `eval_tokens` is split among the sources by weight. Each source contributes that many of its
-    first validation targets, or all of them if it has fewer. A source without targets, or with only
-    PAD, is left out. Raise DataError if no source remains.
+    `eval_tokens` is split among the sources by weight. Each source contributes its first validation
+    targets, or all of them if it has too few. A source without targets, or with only PAD, is left
+    out. Raise DataError if no source remains.
     """
     sets = {}
     counts = apportion([source.weight for source in sources], eval_tokens)

@@ -39,7 +39,7 @@ usable() {  # sets has_fp8: True, False or an error
 }
 
 if ! usable; then
-    echo "first_gpu.sh: PyTorch cannot use a GPU here, check nvidia-smi: $has_fp8" >&2
+    echo "first_gpu.sh: PyTorch cannot use a GPU here (check nvidia-smi): $has_fp8" >&2
     exit 2
 fi
 grep "^not installed" <<< "$answer"

@@ -62,7 +62,7 @@ def one_line(message) -> str:
 
 def printable(ids: Iterable[int]) -> str:
     r"""Format ids for a terminal: printable text stays as it is; other bytes become \n, \x07 or
-    \\; ids above bytes become \<BOS> or \<259>."""
+    \\; ids above 255 become \<BOS> or \<259>."""
     names = {PAD_ID: "PAD", BOS_ID: "BOS", EOS_ID: "EOS"}
     parts = []
     for is_byte, group in groupby(ids, lambda i: i < 256):

@@ -23,8 +23,8 @@ def atomic_write(path: Path, mode: str = "w") -> Iterator[IO]:
     file once it is complete and synced.
 
     After a kill or a power loss, either the old or the new file is there; after an exception, the
-    old one. The next write deletes the temporary file of a killed process. Its name is random: two
-    processes never share it, and nobody can guess it and put a link there."""
+    old one. The next write deletes the temporary file of a killed process. Temporary names are
+    random: two processes never share one, and nobody can guess one and put a link there."""
     # os.replace would also replace a device such as /dev/null, or the link /dev/stdout
     if path.exists() and (not path.is_file() or path.parent == Path("/dev")):
         raise FileExistsError(errno.EEXIST, "not a regular file: use another name", str(path))
@@ -55,7 +55,7 @@ def atomic_write(path: Path, mode: str = "w") -> Iterator[IO]:
 
 def delete_unfinished(directory: Path, pattern: str):
     """Delete the temporary files that killed processes left for files that match `pattern`. A live
-    process holds a lock on its own."""
+    process holds a lock on its temporary file."""
     digits = "[0-9a-f]" * 8
     for unfinished in directory.glob(f".{pattern}.{digits}.tmp"):
         flags = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK
@@ -65,7 +65,7 @@ def delete_unfinished(directory: Path, pattern: str):
                 unfinished.unlink()
         except (BlockingIOError, FileNotFoundError):  # locked, or another process was faster
             pass
-        except OSError as fault:  # such as another user's; it only takes space
+        except OSError as fault:  # such as another user's file; it only takes space
             print_status(
                 f"{unfinished}: left by a killed process, cannot be deleted: {fault.strerror}"
             )

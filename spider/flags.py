@@ -82,7 +82,7 @@ class Parser(argparse.ArgumentParser):
             return f"{unknown}: give a config file (TOML) with --config"
         if "text" in meanings and not word.startswith("-"):
             return f"{unknown}: give a text with --text, shards with --data_dir"
-        for nearest in difflib.get_close_matches(plain, meanings, 1, cutoff=0.8):  # misspelt
+        for nearest in difflib.get_close_matches(plain, meanings, 1, cutoff=0.8):  # misspelled
             return f"{unknown}: the nearest is {meanings[nearest]}"
         return unknown
 

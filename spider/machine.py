@@ -198,7 +198,7 @@ def memory_of(device: torch.device, local_ranks: int = 1) -> float:
 
 
 def proc_bytes(file: str, field: str) -> float:
-    """Return a field of a file in /proc, in bytes; 0 without /proc, as on macOS."""
+    """Return a field of a file in /proc, in bytes; 0 if there is none, as on macOS."""
     match = re.search(rf"{field}:\s*(\d+) kB", read_file(Path(file)))
     return 1024 * int(match[1]) if match else 0
 
@@ -246,7 +246,7 @@ M_MMAP_MAX = -4
 
 
 def keep_freed_memory():
-    """Let glibc keep freed memory, which the kernel would have to fault in again page by page."""
+    """Let glibc keep freed memory. The kernel would have to fault it in again page by page."""
     with suppress(OSError, AttributeError):  # another C library: nothing to set
         libc = ctypes.CDLL("libc.so.6")
         libc.mallopt(M_MMAP_MAX, 0)
@@ -254,7 +254,7 @@ def keep_freed_memory():
         libc.mallopt(M_TOP_PAD, 1 << 26)
 
 
-# Raised if CUDA cannot pin more host memory, or if another program has filled the GPU
+# In the message if CUDA cannot pin more host memory, or if another program has filled the GPU
 CUDA_IS_FULL = "CUDA error: out of memory"
 # The whole message; "... primitive descriptor" means an operation that oneDNN does not have
 ONEDNN_IS_FULL = "could not create a primitive"

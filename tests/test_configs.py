@@ -194,7 +194,7 @@ def test_first_gpu_runs_every_file_with_gpu_tests_and_docs_explain_it():
 
 
 @pytest.mark.parametrize(
-    "results, fragment", (("results", "nvidia-smi: cat: "), ("bin", "name a new directory"))
+    "results, fragment", (("results", "nvidia-smi): cat: "), ("bin", "name a new directory"))
 )
 def test_first_gpu_without_a_gpu_or_a_new_directory_ends_with_one_line(results, fragment, tmp_path):
     write_program(tmp_path / "bin" / "python", PYTHON)

@@ -54,10 +54,10 @@ from spider.vocabulary import BOS_ID, EOS_ID, VOCAB_SIZE
 
 HUB_NAME = re.compile(r"\w[\w.-]*/[\w.-]+")  # owner/name of a data set
 UNFINISHED = ".prepare"  # folder in --out for temporary copies, and for shards until all are done
-MAX_BUFFERED = 10_000  # documents; if there are no more, their splits can be corrected
+MAX_BUFFERED = 10_000  # maximum number of documents whose splits can be corrected
 SHARD_MB = 256  # size of a shard
 
-# In place of the 64-bit hash of a document, for the two parts of a text
+# Instead of a document's 64-bit hash, for the two parts of a text
 ALWAYS_VAL = -1
 ALWAYS_TRAIN = 2**64
 
@@ -198,7 +198,7 @@ class Documents:
             for text_hash, text in self.read(source, scratch):
                 yield text_hash, counted(text)
             end += size or 0
-            # Only texts have been counted: add the rest of each JSON line.
+            # Only texts have been counted: add the input's other bytes, such as JSON syntax.
             progress.add(max(0, end - progress.done))
 
     def read(self, source: Input, scratch: Path) -> Iterator[Document]:
@@ -273,7 +273,7 @@ class Documents:
         The first MAX_BUFFERED documents wait in a temporary file in the directory `scratch`.
         """
         limit = self.val_fraction * 2**64  # hashes below it validate
-        too_large = math.inf  # bytes; of documents of this size, only the end validates
+        too_large = math.inf  # bytes; of a document this large, only the end validates
         file_name = str(scratch)
 
         def with_splits(parts: Iterable[Document]) -> Iterator[tuple[str, Iterable[bytes]]]:
@@ -425,7 +425,7 @@ def prepare(
         documents.extensions = tuple(metadata.get("ext", ()))
     found = [documents.find(argument) for argument in arguments]
     names = map(os.path.relpath, arguments)
-    sources = dict(zip(names, map(state_of, found), strict=True))
+    sources = dict(zip(names, map(file_stats, found), strict=True))
     if reuse and before == sources:
         return
     out.mkdir(parents=True, exist_ok=True)
@@ -475,7 +475,7 @@ def prepare(
     print_line(f"{out}: {counts}")
 
 
-def state_of(inputs: Sequence[Input]) -> dict[str, int]:
+def file_stats(inputs: Sequence[Input]) -> dict[str, int]:
     """Return the size and newest modification time of the files of inputs; 0 for the hub."""
     stats = [os.stat(source.path) for source in inputs if os.path.exists(source.path)]
     return dict(
@@ -499,8 +499,8 @@ def write_shards(
 
 
 def refuse_overwriting(out: Path, before: Iterable[str], arguments: Sequence[str]):
-    """Raise DataError, since a directory has shards of `before`, with the commands that use them
-    and that make new ones."""
+    """Raise DataError because a directory already has shards, made from `before`. The message says
+    how to use these shards, and how to make new ones."""
     new = out
     while new.exists():
         new = Path(f"{new}-new")

@@ -16,7 +16,7 @@ from spider.vocabulary import VOCAB_SIZE
 SPLITS = ("train", "val")
 METADATA = "metadata.json"
 ID_BYTES = 2  # bytes that an id takes in a shard
-SKIPPED = (".", "node_modules", "site-packages")  # folders whose names begin so are not entered
+SKIPPED = (".", "node_modules", "site-packages")  # do not enter folders whose names begin so
 
 
 class ShardEntry(NamedTuple):

@@ -34,7 +34,7 @@ def write_export(path: Path, saved: dict, directory: str):
     """Write the model of a checkpoint, given its path and content, to a new or empty directory.
 
     The directory is written under a hidden name next to it, then renamed, so it is complete or does
-    not exist. The rest of a killed export to this name is deleted. Raise CheckpointError if the
+    not exist. Leftovers of a killed export to this name are deleted. Raise CheckpointError if the
     directory is not empty or cannot be written, and UsageError if another process exports to it."""
     if "flags" not in saved or is_export(path):
         raise CheckpointError(f"{path}: --export needs a checkpoint of a training run")

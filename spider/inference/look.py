@@ -192,14 +192,14 @@ def analyze(model: Spider, text: bytes, n_loops: int) -> Analysis:
             logits = model(window[None], n_loops=n_loops).logits[0, record.context :]
             labels = ids[done + 1 : done + 1 + len(logits)]
             # the last id of the text has logits but no label
-            labelled = logits[: len(labels)]  # [bytes, vocab_size]
-            nats = F.cross_entropy(labelled, labels, reduction="none")
+            labeled = logits[: len(labels)]  # [bytes, vocab_size]
+            nats = F.cross_entropy(labeled, labels, reduction="none")
             if not nats.isfinite().all():
                 raise FloatingPointError(
                     "the model's logits are not finite numbers: its weights are ruined"
                 )
             bits += (nats / math.log(2)).tolist()
-            top = labelled.softmax(-1).topk(LIKELIEST)
+            top = labeled.softmax(-1).topk(LIKELIEST)
             likeliest += top.indices.flatten().tolist()
             rounded = (100 * top.values).round().int()
             percent += rounded.flatten().tolist()

@@ -47,7 +47,7 @@ class SpiderHFConfig(PreTrainedConfig):
     `training` has the facts of the model card. All other fields are for other libraries."""
 
     model_type = "spider"
-    keys_to_ignore_at_inference = ["cache", "nats_per_byte"]  # compute_metrics gets logits alone
+    keys_to_ignore_at_inference = ["cache", "nats_per_byte"]  # compute_metrics gets only logits
 
     def __init__(self, spider: dict | None = None, n_loops: int | None = None, **others):
         config = SpiderConfig.from_saved(spider or {})  # validates every field
@@ -250,8 +250,8 @@ class SpiderForCausalLM(PreTrainedModel, GenerationMixin):
         """Compute logits and, given labels, the loss; padding affects neither.
 
         input_ids: [B, T] int64.
-        attention_mask: [B, bytes so far], 0 only at the ends of rows. Padding is where the mask is
-            0, and PAD at the ends of rows.
+        attention_mask: [B, bytes so far], 0 only at the ends of rows. An id is padding if its mask
+            is 0, or if it is a PAD at an end of its row.
         labels: [B, T], shifted here, as everywhere in transformers, so pass input_ids. Labels that
             are -100, PAD or padding are ignored.
         n_loops: default as in training.
