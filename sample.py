@@ -94,22 +94,6 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     """Parse the command line. Raise UsageError for a bad value, or a flag that the command would
     not read."""
     parser = Parser(prog="sample.py", description=__doc__)
-    add_commands(parser)
-    add_talking_flags(parser)
-    add_eval_flags(parser)
-    parser.add_argument_group("with --show").add_argument(
-        "--html",
-        type=path_name,
-        metavar="OUT",
-        help="path of the page (default: look.html next to the checkpoint)",
-    )
-    args = parser.parse_args(argv)
-    refuse_unread_flags(parser, args)
-    return args
-
-
-def add_commands(parser: Parser):
-    """Add the checkpoint, the flags that most commands read, and the commands."""
     add = parser.add_argument
     add(
         "checkpoint",
@@ -130,6 +114,7 @@ def add_commands(parser: Parser):
         help="loops of the core (default: as trained); --eval takes several numbers",
     )
     add("--device", default="auto", choices=("auto", "cpu", "cuda"))
+
     commands = parser.add_argument_group("instead of talking").add_mutually_exclusive_group()
     add = commands.add_argument
     add(
@@ -152,8 +137,6 @@ def add_commands(parser: Parser):
         help="export to a new directory for Hugging Face's libraries",
     )
 
-
-def add_talking_flags(parser: Parser):
     add = parser.add_argument_group("talking").add_argument
     add("--prompt", help="text to continue; default: standard input, or a dialogue in a terminal")
     add("--bytes", type=integer(1), default=500, help="maximum number of bytes to generate")
@@ -188,8 +171,6 @@ def add_talking_flags(parser: Parser):
         help="print bytes unchanged, including terminal control sequences",
     )
 
-
-def add_eval_flags(parser: Parser):
     add = parser.add_argument_group("with --eval").add_argument
     add("--json", type=path_name, metavar="OUT", help="also write the results to a file")
     add("--field", default="text", help="JSON field with the text")
@@ -210,6 +191,16 @@ def add_eval_flags(parser: Parser):
         action="store_true",
         help="let the model learn from each 1,024 bytes after they are scored",
     )
+
+    parser.add_argument_group("with --show").add_argument(
+        "--html",
+        type=path_name,
+        metavar="OUT",
+        help="path of the page (default: look.html next to the checkpoint)",
+    )
+    args = parser.parse_args(argv)
+    refuse_unread_flags(parser, args)
+    return args
 
 
 # The flags that each command reads, in addition to --best; "" is talking
@@ -331,7 +322,7 @@ def evaluations(
     for name in names:
         path, saved = read_checkpoint(name, model_class)
         seq_len = args.seq_len or saved.get("flags", {}).get("seq_len", 2048)  # bytes of a window
-        model: Spider | None = None
+        model = None
         for file, n_loops in product(texts, loops_of(args, saved)):
             if model is None or args.adapt:  # --adapt has changed the weights
                 model = None  # free it before the next model is built
@@ -383,7 +374,7 @@ def evaluate_texts(args: argparse.Namespace, names: list[str], model_class: type
     with atomic_write(Path(args.json)) if args.json else nullcontext() as out:
         # all texts first, so that their errors come early
         texts = {name: open_text(name, args.field) for name in args.eval}
-        results: list[dict[str, Any]] = []
+        results = []
         try:
             for result in evaluations(args, names, texts, model_class):
                 results.append(result)  # noqa: PERF402  # an error keeps those before it
@@ -431,11 +422,12 @@ def main(argv: list[str] | None = None, model_class: type[Spider] = Spider) -> i
         ):
             if args.eval:
                 evaluate_texts(args, names, model_class)
-            elif args.export is not None and model_class is not Spider:
-                raise UsageError(
-                    f"--export writes Spider's own code, which cannot load a {model_class.__name__}"
-                )
             elif args.export is not None:
+                if model_class is not Spider:
+                    raise UsageError(
+                        f"--export writes Spider's own code, which cannot load a "
+                        f"{model_class.__name__}"
+                    )
                 path, saved = read_checkpoint(names[0], model_class)
                 write_export(path, saved, args.export)
             elif args.show is not None:

@@ -402,7 +402,7 @@ def parse_args(
         if name not in given and text:
             word = f"--{name}={text}"
             of_environ |= parse_words(parser, f"{name.upper()}={text}", [word])
-    of_file: dict[str, Any] = {}
+    of_file = {}
     if "config" in given:
         path = given["config"]
         of_file = parse_words(parser, f"--config: {path}", read_toml(path))
@@ -1143,7 +1143,7 @@ def main(
         validation = validation_sets(sources, plan.flags.seq_len, plan.flags.eval_tokens)
     model = build_model(plan.model, plan, world)
     optimizers = optimizers_of(plan.flags, model)
-    restore(start, plan, model, optimizers, progress, changed)
+    restore(start, model, optimizers, progress, changed)
     resumes_in_place = start.is_in(plan.flags.ckpt_dir)
     has_others_weights = start.path is not None and not start.resumes
     del start  # free the checkpoint's tensors before the warm-up measures memory
@@ -1207,7 +1207,7 @@ def main(
                 found = stop.may_interrupt(evaluate_now)
                 if found is not None:
                     progress.record_evaluation(found, counts=step % flags.eval_every == 0)
-                    writer.mark_unsaved(step)  # a resumed checkpoint lacks the evaluation
+                    writer.saved_step = step - 1  # a resumed checkpoint lacks the evaluation
 
             # Every step: its line of metrics.jsonl, and wandb
             if metrics_file:

@@ -215,11 +215,6 @@ class SpiderConfig:
         """Return whether any layer has routed experts."""
         return self.n_recurrent_layers > 0 and self.n_routed_experts > 0
 
-    @property
-    def has_core_loss(self) -> bool:
-        """Return whether training includes the core's own next-byte loss."""
-        return self.n_recurrent_layers > 0 and self.core_loss_weight > 0
-
     def changed(self, text: str) -> "SpiderConfig":
         """Return a copy with the changes of --set, NAME=VALUE,...; raise ValueError for a bad name
         or value."""

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 from loguru import logger
@@ -21,9 +21,6 @@ from torch import Tensor, nn
 
 from spider.errors import TooLarge, UsageError, one_line
 from spider.threads import memory_limit, read_file
-
-if TYPE_CHECKING:
-    import loguru
 
 # --------------------------------------------------------------------------------------------------
 # Choices of `auto`
@@ -323,7 +320,7 @@ def read_trace(path: Path) -> tuple[float, int]:
     return busy / 1e3, len(intervals)
 
 
-def escape_message(record: "loguru.Record"):
+def escape_message(record: Any):
     """Escape line breaks and control characters in a log line."""
     record["message"] = one_line(record["message"])
 

@@ -244,7 +244,7 @@ def flat_modules(name: str) -> dict[str, str]:
         indentation, module = statement.groups()
         return f"{indentation}from .{module.rpartition('.')[2]} import"
 
-    texts: dict[str, str] = {}
+    texts = {}
     modules = [name]
     for module in modules:  # the list grows in the loop
         path = (ROOT / module.replace(".", "/")).with_suffix(".py")

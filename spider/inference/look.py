@@ -180,9 +180,9 @@ def analyze(model: Spider, text: bytes, n_loops: int) -> Analysis:
     Raise FloatingPointError for a non-finite logit."""
     ids = torch.tensor([BOS_ID, *text], device=model.embed_tokens.device)
     progress = progress_bar("reading", len(ids))
-    bits: list[float] = []
-    likeliest: list[int] = []
-    percent: list[int] = []
+    bits = []
+    likeliest = []
+    percent = []
     done = 0  # ids that are recorded
     with Recorder(model) as record, model.cast_weights_once():
         while done < len(ids):

@@ -205,7 +205,6 @@ class SurprisePredictor(nn.Module):
         since = self.steps + later - TRUST_BEGINS
         return (since / (TRUST_COMPLETE - TRUST_BEGINS)).clamp(0, 1)
 
-    @torch.no_grad()
     def score(self, predicted: Tensor, ids_M: Tensor, position_M: Tensor, later: int = 0) -> Tensor:
         """Return the bytes' scores [M]. position_M: in their document. later: see trust."""
         surprise_M, gain_M = predicted.unbind(1)

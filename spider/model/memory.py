@@ -230,7 +230,7 @@ class MatchMemory(HashedContexts):
 
     NOTHING = 3 * 256
 
-    def __init__(self, contexts: tuple[str, ...], occurrences: int = 2):
+    def __init__(self, contexts: tuple[str, ...], occurrences: int):
         super().__init__(contexts)
         self.occurrences = occurrences
 

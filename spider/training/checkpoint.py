@@ -265,7 +265,7 @@ def read_export(path: Path) -> dict:
         directory = path
         files = weight_files(path)
     config = read_json(directory / "config.json")
-    weights: dict[str, Tensor] = {}
+    weights = {}
     for file in files:
         check_regular(file)
         for name, weight in safetensors().torch.load_file(file).items():
@@ -518,10 +518,6 @@ class CheckpointWriter:
         in_loop = time.perf_counter() - began
         self.writing = self.thread.submit(self._write, self.host_copy, sync_metrics, in_loop)
 
-    def mark_unsaved(self, step: int):
-        """Mark the state of a step as changed, so that it is saved again."""
-        self.saved_step = step - 1
-
     def holds(self, step: int) -> bool:
         """Wait for the current write. Return whether the state of a step is saved. Every rank calls
         this."""
@@ -616,7 +612,7 @@ def progress_of(
     progress = RunProgress()
     if flags.reset_steps and flags.resume:
         progress.origin = os.path.realpath(flags.resume)
-    changed: dict[str, str] = {}
+    changed = {}
     if start.resumes:
         assert start.state is not None
         names = vars(progress).keys() & start.state.keys()
@@ -660,7 +656,6 @@ def check_finished(
 
 def restore(
     start: StartCheckpoint,
-    plan: Plan,
     model: nn.Module,
     optimizers: Optimizers,
     progress: RunProgress,

@@ -344,7 +344,7 @@ def shard_model(model: "Spider", world: World, grad_accum: int):
     reshards = grad_accum == 1 and world.shards > 1
     model.casts_early = False  # each group's weights are cast in its forward
     core = [] if model.core is None else [model.core]
-    grouped: set[nn.Module] = set()
+    grouped = set()
     for group in (*model.prelude, *core, *model.coda, model):
         members = [m for m in group.modules() if m not in grouped]
         grouped.update(members)

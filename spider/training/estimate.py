@@ -82,7 +82,7 @@ def flops_per_byte(
     segments_per_byte = 1 / bytes_per_segment
     # Multiply-adds of a forward pass: sum of numel * uses over all weights
     products: float = 0
-    if c.has_core_loss:
+    if c.n_recurrent_layers and c.core_loss_weight:
         products += model.get_parameter("lm_head.weight").numel()
     for name, uses in matrix_uses(model, segments_per_byte, n_loops).items():
         rate = 0.5 if name in fast else 1.0

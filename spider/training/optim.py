@@ -234,7 +234,7 @@ class Muon(torch.optim.Optimizer):
         lr: float,
         momentum: float,
         weight_decay: float,
-        assignment: MatrixAssignment | None = None,
+        assignment: MatrixAssignment | None,
     ):
         """assignment: which rank orthogonalizes which matrix; None for one rank."""
         super().__init__(params, dict(lr=lr, momentum=momentum, weight_decay=weight_decay))
@@ -311,7 +311,7 @@ def batches_by_shape(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
     by_shape: dict[torch.Size, list[Tensor]] = {}
     for tensor in tensors:
         by_shape.setdefault(tensor.shape[-2:], []).append(tensor)
-    batches: list[list[Tensor]] = []
+    batches = []
     for alike in by_shape.values():
         size = max(1, MAX_BATCH_ELEMENTS // alike[0].numel())
         batches += [alike[first : first + size] for first in range(0, len(alike), size)]

@@ -157,7 +157,7 @@ def copy_to_host(value: Any, earlier: Any, keeps: bool) -> Any:
 
 def model_state(model: nn.Module) -> dict[str, Any]:
     """Return weights and buffers by name, sharded weights as ShardedRows."""
-    weights: dict[str, Any] = model.state_dict()
+    weights = model.state_dict()
     for param in sharding_of(model).params:
         weights[param.name] = ShardedRows(param.local, param.bounds)
     return weights
