@@ -60,10 +60,9 @@ from spider.data.stream import Stream
 from spider.errors import DataError, UsageError, one_line, print_line, raise_on_signals, run_command
 from spider.files import atomic_write
 from spider.flags import Parser, integer, path_name, real, refuse_url
+from spider.inference import export, look
 from spider.inference.adapt import DynamicEvaluation, count_characters, score_windows
-from spider.inference.export import write_export
 from spider.inference.load import decoder_of, find_best, model_of, read_checkpoint
-from spider.inference.look import show
 from spider.inference.sampling import Sampler, complete, converse, in_notebook
 from spider.machine import (
     keep_freed_memory,
@@ -429,12 +428,12 @@ def main(argv: list[str] | None = None, model_class: type[Spider] = Spider) -> i
                         f"{model_class.__name__}"
                     )
                 path, saved = read_checkpoint(names[0], model_class)
-                write_export(path, saved, args.export)
+                export.write_export(path, saved, args.export)
             elif args.show is not None:
                 device = resolve_device(args.device)
                 path, saved = read_checkpoint(names[0], model_class)
                 model = decoder_of(saved, device, model_class)
-                show(model, loops_of(args, saved)[0], args.show, path, saved, args.html)
+                look.show(model, loops_of(args, saved)[0], args.show, path, saved, args.html)
             else:
                 talk(args, names[0], model_class)
 

@@ -163,7 +163,7 @@ class LayerState(NamedTuple):
 
 # In decoding: a core layer's LayerState for the segments of earlier steps.
 LayerCaches = tuple[LatentCache | None, ConvolutionCache | None]
-NO_CACHES: LayerCaches = (None, None)
+NO_CACHES = (None, None)
 
 
 class LayerOutput(NamedTuple):
@@ -558,14 +558,12 @@ class RecurrentCore(nn.Module):
 
     def _retrieve(self, z_ND: Tensor, core_inputs: CoreInputs) -> list[RetrievedMemory | None]:
         """Look up the Engram of each layer once, for all loops."""
+        past = core_inputs.past
         position_N = core_inputs.packing.position
-        retrieved: list[RetrievedMemory | None] = []
-        for layer in self.layers:
-            if layer.engram is None:
-                retrieved.append(None)
-            else:
-                retrieved.append(layer.engram.retrieve(core_inputs.past, position_N, z_ND.dtype))
-        return retrieved
+        return [
+            None if layer.engram is None else layer.engram.retrieve(past, position_N, z_ND.dtype)
+            for layer in self.layers
+        ]
 
     def _read_out(self, normed_ND: Tensor) -> Tensor:
         """Project states to outputs [N, O * D], one output per segment offset."""

@@ -42,8 +42,7 @@ def resolve_device(name: str) -> torch.device:
     elif torch.version.hip:
         logger.warning("AMD GPUs (ROCm) are untested")
     else:
-        capability = torch.cuda.get_device_capability()
-        obstacle = why_no_code(capability, torch.cuda.get_arch_list())
+        obstacle = why_no_code(torch.cuda.get_device_capability(), torch.cuda.get_arch_list())
     if name == "cuda" and not has_gpu and obstacle is None:
         obstacle = "no CUDA device is visible"
     if obstacle:
@@ -306,10 +305,9 @@ def matmul_rate(device: torch.device) -> float:
 def read_trace(path: Path) -> tuple[float, int]:
     """Return how many ms the GPU is busy in a trace by torch's profiler, and the number of kernels
     and copies. Overlapping kernels count once."""
-    events = json.loads(path.read_text())["traceEvents"]
     intervals = sorted(
         (event["ts"], event["ts"] + event["dur"])
-        for event in events
+        for event in json.loads(path.read_text())["traceEvents"]
         if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")
     )  # in us
     busy = 0.0

@@ -258,14 +258,6 @@ class Sharding:
     ranks = 1
     params: Sequence[ShardedParameter] = ()
 
-    def parameters(self, model: nn.Module) -> dict[str, nn.Parameter]:
-        """Return the parameters for the optimizers by name: of a sharded model, this rank's
-        rows."""
-        params = dict(model.named_parameters())
-        for param in self.params:
-            params[param.name] = param.local
-        return params
-
     def backward(self, model: nn.Module, loss: Tensor, last: bool):
         """Run the backward pass of a micro-step. loss: this rank's term of the sum over ranks.
         last: whether this is the last micro-step."""

@@ -380,8 +380,7 @@ def print_tables(plan: Plan):
     total_active = sum(active for _, active in table.values())
     print(f"{'parameters by component':36}{'parameters':>14}{'share':>8}{'active per byte':>18}")
     for component, (parameters, active) in sorted(table.items(), key=lambda item: -item[1][0]):
-        fraction = parameters / total
-        print(f"  {component:34}{parameters:14,}{fraction:8.1%}{active:18,.0f}")
+        print(f"  {component:34}{parameters:14,}{parameters / total:8.1%}{active:18,.0f}")
     print(f"  {'total':34}{total:14,}{1:8.0%}{total_active:18,.0f}")
     length = plan.config.bytes_per_segment
     cost = flops_per_byte(plan.model, length, plan.flags.n_loops, plan.flags.seq_len)

@@ -17,10 +17,9 @@ from spider import machine
 from spider.config import MAX_INT, RECOMPUTE, SpiderConfig
 from spider.errors import UsageError, print_line
 from spider.model.memory import tables_of
-from spider.training import estimate
+from spider.training import estimate, fp8
 from spider.training.checkpoint import FROM_SCRATCH, StartCheckpoint, check_weights
 from spider.training.distributed import World
-from spider.training.fp8 import describe_fp8
 from spider.training.optim import ENGRAM_TABLES, kinds_of
 from spider.training.plan import CommandLine, Plan, Recipe
 from spider.training.run import RunProgress
@@ -59,7 +58,7 @@ def resolve_plan(
     flags = with_recipe(command, defaults, start)
     config, requested = model_config(flags, recipe, start)
     model = on_meta(model_class, config)
-    if start.path is not None and start.state is not None:
+    if start.path is not None:
         expected = model if requested == config else on_meta(model_class, requested)
         world.on_rank0(partial(check_weights, start.path, start.state, expected))
 
@@ -100,7 +99,7 @@ def recipe_of(model: str, start: StartCheckpoint, device: torch.device) -> str:
     Without bf16, `1b` would take weeks on a GPU."""
     if model != "auto":
         return model
-    if recorded := (start.state or {}).get("recipe"):
+    if recorded := start.state.get("recipe"):
         return recorded
     is_small = device.type == "cpu" or machine.memory_of(device) < MEMORY_OF_1B
     return "tiny" if is_small or not machine.has_bf16(device) else "1b"
@@ -112,7 +111,7 @@ def with_recipe(command: CommandLine, recipe: Recipe, start: StartCheckpoint) ->
     defaults = dict(recipe.values)
     if "micro_batch" in given:  # then --grad_accum sets the bytes of a step
         defaults.pop("global_batch", None)
-    if start.state is not None:
+    if start.state:
         defaults["n_loops"] = start.state["n_loops"]
     if start.resumes and flags.minutes is not None:
         check_minutes(flags, start.flags)
@@ -146,7 +145,7 @@ def model_config(
     must have the same shapes. Raise UsageError for a bad name or value in --set."""
     try:
         fresh = SpiderConfig.preset(recipe).changed(flags.set or "")
-        if start.state is None:
+        if not start.state:
             config = replace(fresh, n_loops=flags.n_loops)
             return config, config
         saved = SpiderConfig.from_saved(start.state["cfg"])
@@ -366,9 +365,9 @@ def horizon_warnings(
     epochs: the number of times that the run reads the source that it repeats most. rate_of: returns
     the learning rate of a step (from 0) as a fraction of the peak."""
     flags = plan.flags
-    warnings: list[str] = []
     if flags.mock_data:
-        return warnings
+        return []
+    warnings = []
     if epochs > MAX_EPOCHS:
         warnings.append(
             f"{epochs:,.0f} epochs memorize the data: use --target_tokens "
@@ -430,7 +429,7 @@ def print_dry_run(
     flags = plan.flags
     estimate.print_tables(plan)
     if flags.precision == "fp8":
-        print(describe_fp8(plan.model, flags.fp8_experts))
+        print(fp8.describe_fp8(plan.model, flags.fp8_experts))
     needs, lacking = estimate.describe_needs(plan, world)
     for line in (*remarks, *needs):
         print_line(line)

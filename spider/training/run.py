@@ -200,12 +200,6 @@ class Metrics:
             if not is_retry:
                 logger.error(f"METRICS NOT WRITTEN: {self.path}: {fault.strerror}; will retry")
 
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        self.file.close()
-
     def _write_pending(self):
         with self.lock:
             while self.pending:
