@@ -60,10 +60,9 @@ from spider.data.stream import Stream
 from spider.errors import DataError, UsageError, one_line, print_line, raise_on_signals, run_command
 from spider.files import atomic_write
 from spider.flags import Parser, integer, path_name, real, refuse_url
-from spider.inference import export, look
+from spider.inference import export, look, sampling
 from spider.inference.adapt import DynamicEvaluation, count_characters, score_windows
 from spider.inference.load import decoder_of, find_best, model_of, read_checkpoint
-from spider.inference.sampling import Sampler, complete, converse, in_notebook
 from spider.machine import (
     keep_freed_memory,
     memory_advice,
@@ -242,7 +241,7 @@ def bytes_to_continue(prompt: str | None) -> bytes | None:
     dialogue."""
     if prompt is not None:
         return os.fsencode(prompt)
-    if in_notebook() and os.isatty(0):  # the terminal of a cell, where nobody can type
+    if sampling.in_notebook() and os.isatty(0):  # the terminal of a cell, where nobody can type
         raise UsageError("a notebook has no input for a dialogue: give --prompt")
     if os.isatty(0):
         return None if sys.stdout.isatty() else b""
@@ -258,16 +257,16 @@ def talk(args: argparse.Namespace, name: str, model_class: type[Spider]):
         raise UsageError("--samples needs a --prompt: a dialogue has a single sample")
     device = resolve_device(args.device)
     path, saved = read_checkpoint(name, model_class)
-    sampler = Sampler(decoder_of(saved, device, model_class), args)
+    sampler = sampling.Sampler(decoder_of(saved, device, model_class), args)
     state = sampler.model.decoding_state(n_loops=loops_of(args, saved)[0])
     if prompt is not None:
-        complete(sampler, state, prompt)
+        sampling.complete(sampler, state, prompt)
         return
     print_line(
         f"{path}, step {saved['step']}. Type a line for the model to continue, or an empty line "
         f"for more text. Ctrl-C stops the model, Ctrl-D quits."
     )
-    converse(sampler, state)
+    sampling.converse(sampler, state)
 
 
 def loops_of(args: argparse.Namespace, saved: dict) -> list[int]:

@@ -17,13 +17,10 @@ from spider import machine
 from spider.config import MAX_INT, RECOMPUTE, SpiderConfig
 from spider.errors import UsageError, print_line
 from spider.model.memory import tables_of
-from spider.training import estimate, fp8
+from spider.training import estimate, fp8, optim, run, state
 from spider.training.checkpoint import FROM_SCRATCH, StartCheckpoint, check_weights
 from spider.training.distributed import World
-from spider.training.optim import ENGRAM_TABLES, kinds_of
 from spider.training.plan import CommandLine, Plan, Recipe
-from spider.training.run import RunProgress
-from spider.training.state import on_meta
 from spider.vocabulary import VOCAB_SIZE
 from spider_model import Spider
 from tile_moe import KERNELS, has_grouped_kernel, resolve_backend
@@ -57,9 +54,9 @@ def resolve_plan(
     defaults = recipes[recipe]
     flags = with_recipe(command, defaults, start)
     config, requested = model_config(flags, recipe, start)
-    model = on_meta(model_class, config)
+    model = state.on_meta(model_class, config)
     if start.path is not None:
-        expected = model if requested == config else on_meta(model_class, requested)
+        expected = model if requested == config else state.on_meta(model_class, requested)
         world.on_rank0(partial(check_weights, start.path, start.state, expected))
 
     if not tables_of(model):
@@ -226,8 +223,8 @@ def with_horizon(flags: "Flags", given: Set[str], recipe: Recipe, model: Spider)
     elif flags.target_param_data_ratio:
         parameters = sum(
             model.get_parameter(name).numel()
-            for name, kind in kinds_of(model).items()
-            if kind.component != ENGRAM_TABLES
+            for name, kind in optim.kinds_of(model).items()
+            if kind.component != optim.ENGRAM_TABLES
         )
         target = flags.target_param_data_ratio * parameters
     flags = replace(flags, target_tokens=max(1, math.ceil(min(target, MAX_INT))))
@@ -403,7 +400,7 @@ def horizon_warnings(
     return warnings
 
 
-def rise_warning(progress: RunProgress, rate: float) -> list[str]:
+def rise_warning(progress: run.RunProgress, rate: float) -> list[str]:
     """Return a warning if a run resumes at a much higher learning rate than before, or nothing.
 
     A horizon that is raised after the rate has decayed has this effect. rate: the rate of the last
