@@ -419,8 +419,7 @@ def files(trained, tmp_path, monkeypatch) -> Path:
 )
 def test_bad_command_is_refused_in_one_line_with_the_remedy(files, capsys, argv, remedy):
     before = sorted(files.rglob("*"))
-    words = argv.split()
-    line = refused(words, capsys, program="sample.py", main=sample.main)
+    line = refused(argv.split(), capsys, program="sample.py", main=sample.main)
     assert remedy in line
     assert sorted(files.rglob("*")) == before
 
