@@ -32,10 +32,9 @@ import train
 from data import Loader, Prefetcher, Source, mock_source, open_data
 from spider import machine
 from spider.errors import raise_on_signals, run_command
-from spider.training import estimate
+from spider.training import estimate, resolve
 from spider.training.distributed import World
 from spider.training.plan import Plan
-from spider.training.resolve import resolve_plan
 
 
 def synchronize(device: torch.device):
@@ -142,7 +141,7 @@ def resolve_step(flags: list[str], world: World) -> tuple[Plan, list[Source]]:
     sources = [mock_source(0)]
     if given & {"data_dir", "text"}:
         sources = open_data(command.flags.data_dir)
-    return resolve_plan(command, train.RECIPES, world), sources
+    return resolve.resolve_plan(command, train.RECIPES, world), sources
 
 
 class Step:

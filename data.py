@@ -21,7 +21,6 @@ if __name__ == "__main__":
     start_script("data.py")
 
 import argparse
-import dataclasses
 import hashlib
 import math
 import os
@@ -32,7 +31,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate
 from pathlib import Path
@@ -221,8 +220,7 @@ def mock_source(seed: int) -> Source:
         return Stream([Shard("mock data", np.concatenate(documents))])
 
     train = mock_stream(5000)
-    val = mock_stream(350)
-    return Source("mock", 1.0, train, val)
+    return Source("mock", 1.0, train, mock_stream(350))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -508,10 +506,10 @@ class Batch:
 
         cu_seqlens = document_cu_seqlens(ids)
         return cls(
-            ids=ids,
-            labels=labels,
-            noise_seed=noise_seed,
-            cu_seqlens=cu_seqlens,
+            ids,
+            labels,
+            noise_seed,
+            cu_seqlens,
             max_seqlen=max_seqlen_of(cu_seqlens, ids.shape[1]),
             targets=int((labels != IGNORED).sum()),
             n_bytes=int((ids != PAD_ID).sum()),
@@ -525,7 +523,7 @@ class Batch:
         def copy(tensor: Tensor) -> Tensor:
             return tensor.pin_memory().to(device, non_blocking=True)
 
-        return dataclasses.replace(
+        return replace(
             self,
             ids=copy(self.ids),
             labels=copy(self.labels),
@@ -533,26 +531,19 @@ class Batch:
         )
 
 
+@dataclass
 class Prefetcher:
     """Return a rank's batches step by step, on its device, while a thread fetches the batches of
     the next step."""
 
-    def __init__(
-        self,
-        loader: Loader,
-        layout: StepLayout,
-        rank: int,
-        device: torch.device,
-        step: int,
-        first: int,
-    ):
-        """step: the step to begin with; first: the number of its first sequence."""
-        self.loader = loader
-        self.layout = layout
-        self.rank = rank
-        self.device = device
-        self.step = step
-        self.first = first
+    loader: Loader
+    layout: StepLayout
+    rank: int
+    device: torch.device
+    step: int  # the step to fetch next
+    first: int  # the number of its first sequence
+
+    def __post_init__(self):
         # Not a daemon thread, which would abort inside torch when the process ends.
         self.thread = ThreadPoolExecutor(1)
         self.fetched = self.thread.submit(self._fetch)  # the batches that `take` returns next

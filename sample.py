@@ -60,11 +60,9 @@ from spider.data.stream import Stream
 from spider.errors import DataError, UsageError, one_line, print_line, raise_on_signals, run_command
 from spider.files import atomic_write
 from spider.flags import Parser, integer, path_name, real, refuse_url
+from spider.inference import export, look, sampling
 from spider.inference.adapt import DynamicEvaluation, count_characters, score_windows
-from spider.inference.export import write_export
 from spider.inference.load import decoder_of, find_best, model_of, read_checkpoint
-from spider.inference.look import show
-from spider.inference.sampling import Sampler, complete, converse, in_notebook
 from spider.machine import (
     keep_freed_memory,
     memory_advice,
@@ -252,7 +250,7 @@ def bytes_to_continue(prompt: str | None) -> bytes | None:
     dialogue."""
     if prompt is not None:
         return os.fsencode(prompt)
-    if in_notebook() and os.isatty(0):  # the terminal of a cell, where nobody can type
+    if sampling.in_notebook() and os.isatty(0):  # the terminal of a cell, where nobody can type
         raise UsageError("a notebook has no input for a dialogue: give --prompt")
     if os.isatty(0):
         return None if sys.stdout.isatty() else b""
@@ -268,16 +266,16 @@ def talk(args: argparse.Namespace, name: str, model_class: type[Spider]):
         raise UsageError("--samples needs a --prompt: a dialogue has a single sample")
     device = resolve_device(args.device)
     path, saved = read_checkpoint(name, model_class)
-    sampler = Sampler(decoder_of(saved, device, model_class), args)
+    sampler = sampling.Sampler(decoder_of(saved, device, model_class), args)
     state = sampler.model.decoding_state(n_loops=loops_of(args, saved)[0])
     if prompt is not None:
-        complete(sampler, state, prompt)
+        sampling.complete(sampler, state, prompt)
         return
     print_line(
         f"{path}, step {saved['step']}. Type a line for the model to continue, or an empty line "
         f"for more text. Ctrl-C stops the model, Ctrl-D quits."
     )
-    converse(sampler, state)
+    sampling.converse(sampler, state)
 
 
 def loops_of(args: argparse.Namespace, saved: dict) -> list[int]:
@@ -331,7 +329,7 @@ def evaluations(
     for name in names:
         path, saved = read_checkpoint(name, model_class)
         seq_len = args.seq_len or saved.get("flags", {}).get("seq_len", 2048)  # bytes of a window
-        model: Spider | None = None
+        model = None
         for file, n_loops in product(texts, loops_of(args, saved)):
             if model is None or args.adapt:  # --adapt has changed the weights
                 model = None  # free it before the next model is built
@@ -383,7 +381,7 @@ def evaluate_texts(args: argparse.Namespace, names: list[str], model_class: type
     with atomic_write(Path(args.json)) if args.json else nullcontext() as out:
         # all texts first, so that their errors come early
         texts = {name: open_text(name, args.field) for name in args.eval}
-        results: list[dict[str, Any]] = []
+        results = []
         try:
             for result in evaluations(args, names, texts, model_class):
                 results.append(result)  # noqa: PERF402  # an error keeps those before it
@@ -431,18 +429,19 @@ def main(argv: list[str] | None = None, model_class: type[Spider] = Spider) -> i
         ):
             if args.eval:
                 evaluate_texts(args, names, model_class)
-            elif args.export is not None and model_class is not Spider:
-                raise UsageError(
-                    f"--export writes Spider's own code, which cannot load a {model_class.__name__}"
-                )
             elif args.export is not None:
+                if model_class is not Spider:
+                    raise UsageError(
+                        f"--export writes Spider's own code, which cannot load a "
+                        f"{model_class.__name__}"
+                    )
                 path, saved = read_checkpoint(names[0], model_class)
-                write_export(path, saved, args.export)
+                export.write_export(path, saved, args.export)
             elif args.show is not None:
                 device = resolve_device(args.device)
                 path, saved = read_checkpoint(names[0], model_class)
                 model = decoder_of(saved, device, model_class)
-                show(model, loops_of(args, saved)[0], args.show, path, saved, args.html)
+                look.show(model, loops_of(args, saved)[0], args.show, path, saved, args.html)
             else:
                 talk(args, names[0], model_class)
 

@@ -43,7 +43,7 @@ from contextlib import AbstractContextManager
 from copy import copy
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, NamedTuple, cast
+from typing import Any, ClassVar, NamedTuple
 
 # isort: split
 import torch
@@ -111,7 +111,7 @@ from spider.model.segments import (
     unpool_segments,
 )
 from spider.vocabulary import BOS_ID, EOS_ID, PAD_ID
-from tile_moe import MoE, Routing, balance, resolve_backend
+from tile_moe import MoE, Routing, balance
 
 # Dropout sites: each makes its own mask from the same noise. Site 5 is boundaries.STRAY_SITE.
 BYTES_BEFORE_CORE = 0
@@ -163,7 +163,7 @@ class LayerState(NamedTuple):
 
 # In decoding: a core layer's LayerState for the segments of earlier steps.
 LayerCaches = tuple[LatentCache | None, ConvolutionCache | None]
-NO_CACHES: LayerCaches = (None, None)
+NO_CACHES = (None, None)
 
 
 class LayerOutput(NamedTuple):
@@ -268,7 +268,7 @@ def visit(
     if not recompute:
         return layer(x_nD, packing, retrieved, active, state, caches)
 
-    reuse: Routing | None = None  # set by the first call of `compute`, read by the recomputation
+    reuse = None  # set by the first call of `compute`, read by the recomputation
 
     def compute(x_nD: Tensor) -> LayerOutput:
         nonlocal reuse
@@ -422,11 +422,10 @@ class RecurrentCore(nn.Module):
         self.config = config
         width = config.hidden_size
         loops = config.n_loops
-        layers = nn.ModuleList(
+        self.layers = nn.ModuleList(  # type: ignore[assignment]
             block_class(config, i in config.engram_layers, attention_class)
             for i in range(config.n_recurrent_layers)
         )
-        self.layers = cast(Sequence[RecurrentBlock], layers)
         self.loop_embedding = nn.Parameter(torch.empty(loops, width))
         self.log_A = nn.Parameter(torch.empty(width))
         self.dt = nn.Parameter(torch.empty(width))
@@ -470,8 +469,8 @@ class RecurrentCore(nn.Module):
         decay_D = self.decay()  # A
         retrieved = self._retrieve(z_ND, core_inputs)
         states = [LayerState()] * len(self.layers)
-        visits: list[RoutedVisit] = []
-        h_nD: Tensor | None = None
+        visits = []
+        h_nD = None
         for t in range(n_loops):
             loop = min(t, self.config.n_loops - 1)  # further loops use the last one's parameters
             active = halting.active
@@ -559,14 +558,12 @@ class RecurrentCore(nn.Module):
 
     def _retrieve(self, z_ND: Tensor, core_inputs: CoreInputs) -> list[RetrievedMemory | None]:
         """Look up the Engram of each layer once, for all loops."""
+        past = core_inputs.past
         position_N = core_inputs.packing.position
-        retrieved: list[RetrievedMemory | None] = []
-        for layer in self.layers:
-            if layer.engram is None:
-                retrieved.append(None)
-            else:
-                retrieved.append(layer.engram.retrieve(core_inputs.past, position_N, z_ND.dtype))
-        return retrieved
+        return [
+            None if layer.engram is None else layer.engram.retrieve(past, position_N, z_ND.dtype)
+            for layer in self.layers
+        ]
 
     def _read_out(self, normed_ND: Tensor) -> Tensor:
         """Project states to outputs [N, O * D], one output per segment offset."""
@@ -719,7 +716,7 @@ class Spider(nn.Module):
 
     def _new_byte_layers(self, count: int) -> Sequence[Block]:
         layers = [self.block_class(self.config, self.attention_class) for _ in range(count)]
-        return cast(Sequence[Block], nn.ModuleList(layers))
+        return nn.ModuleList(layers)  # type: ignore[return-value]
 
     def _new_boundary_predictor(self) -> nn.Sequential | SurprisePredictor | None:
         c = self.config
@@ -800,7 +797,7 @@ class Spider(nn.Module):
         c = self.config
         depth = _effective_depth(c)
         # SurprisePredictor draws its weights later, so that all others start as they do without it.
-        excluded: set[nn.Module] = set()
+        excluded = set()
         if isinstance(self.boundary_predictor, SurprisePredictor):
             excluded = set(self.boundary_predictor.modules())
         tables = 0
@@ -1415,7 +1412,7 @@ class Spider(nn.Module):
         warnings.filterwarnings("ignore", "TensorFloat32 tensor cores")
         # torch warns about recomputed in-place operations; ours only modify fresh tensors.
         logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
-        compiled: dict[Callable, Callable] = {}  # one per class
+        compiled = {}  # one per class
         for module in self._compilable_modules(with_core=obstacle is None):
             function = type(module).in_one_graph
             if function not in compiled:
@@ -1446,14 +1443,3 @@ class Spider(nn.Module):
         for module in self.modules():
             if isinstance(module, MoE):
                 module.backend = backend
-
-    def choose_backend(self) -> str:
-        """Choose the backend for decoding and scoring on this device; return a line to log, or "".
-        The choice is that of `auto` for compiled layers, which excludes TileKernels: compiling them
-        takes longer than most samples."""
-        device = self.embed_tokens.device
-        backend, remark = resolve_backend(
-            "auto", device, self.config, self.compute_dtype, compiled=True
-        )
-        self.set_backend(backend)
-        return remark

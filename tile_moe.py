@@ -543,7 +543,7 @@ def _round_fp8(x: Tensor, dim: int) -> Tensor:
 
 
 # the product of each backend that sorts by expert
-PRODUCTS: dict[str, GroupedProduct] = {
+PRODUCTS = {
     "grouped": grouped_product,
     "triton": triton_product,
     "tile": grouped_product,

@@ -63,7 +63,7 @@ from spider.flags import (
     words_of,
 )
 from spider.model.noise import step_seed
-from spider.training import estimate
+from spider.training import estimate, fp8, resolve
 from spider.training.checkpoint import (
     FROM_SCRATCH,
     CheckpointWriter,
@@ -75,24 +75,14 @@ from spider.training.checkpoint import (
 )
 from spider.training.curves import REDRAW_SECONDS, write_curves
 from spider.training.distributed import Sharded, World, shard_model, sharding_of
-from spider.training.fp8 import convert_to_fp8, describe_fp8
 from spider.training.log import StepLog, describe_recipe, describe_run, log_end
 from spider.training.optim import Optimizers
 from spider.training.plan import CommandLine, Plan, Recipe, Rule
-from spider.training.resolve import (
-    horizon_warnings,
-    print_dry_run,
-    recipe_of,
-    resolve_plan,
-    rise_warning,
-    with_half_micro_batch,
-    with_minutes,
-)
 from spider.training.run import Metrics, RunProgress, StopSignals, start_profiler, start_wandb
 from spider.training.scoring import EVAL_BYTES, Totals, score_model
 from spider.training.state import gather_model, materialize, model_state, on_meta
 from spider.vocabulary import BOS_ID
-from spider_model import Spider, SpiderOutput
+from spider_model import Spider
 from tokenizer import decode
 
 # --------------------------------------------------------------------------------------------------
@@ -402,11 +392,11 @@ def parse_args(
         if name not in given and text:
             word = f"--{name}={text}"
             of_environ |= parse_words(parser, f"{name.upper()}={text}", [word])
-    of_file: dict[str, Any] = {}
+    of_file = {}
     if "config" in given:
         path = given["config"]
         of_file = parse_words(parser, f"--config: {path}", read_toml(path))
-    inherited: dict[str, dict[str, Any]] = {}
+    inherited = {}
     for source, values in {"environment": of_environ, "--config": of_file}.items():
         inherited[source] = remaining(values, given)
         given |= inherited[source]
@@ -471,7 +461,7 @@ def print_help(words: list[str], environ: Mapping[str, str]):
     with suppress(UsageError):
         flags = parse_args(words, environ).flags
     has_gpu = flags.device != "cpu" and torch.cuda.is_available()
-    name = recipe_of(flags.model, FROM_SCRATCH, torch.device("cuda" if has_gpu else "cpu"))
+    name = resolve.recipe_of(flags.model, FROM_SCRATCH, torch.device("cuda" if has_gpu else "cpu"))
     recipe = RECIPES[name]
     parser = flag_parser()
     parser.usage = "python train.py [--FLAG VALUE ...]"
@@ -650,8 +640,8 @@ def build_model(model: Spider, plan: Plan, world: World) -> Spider:
     model.recompute = flags.recompute
     model.set_backend(flags.moe_backend)
     if flags.precision == "fp8":
-        logger.info(describe_fp8(model, flags.fp8_experts))
-        convert_to_fp8(model, world.device, flags.fp8_experts, plan.step_bytes // plan.ranks)
+        logger.info(fp8.describe_fp8(model, flags.fp8_experts))
+        fp8.convert_to_fp8(model, world.device, flags.fp8_experts, plan.step_bytes // plan.ranks)
     if flags.compile != "off" and (obstacle := model.compile_layers()):
         logger.warning(f"compiled only the byte layers, not the core's: {obstacle}")
     model.train()
@@ -741,7 +731,7 @@ def fit_micro_batch(
         if not can_halve or taken <= (1 - SPARE) * total:
             return plan
         before = plan.flags.micro_batch
-        plan = with_half_micro_batch(plan)
+        plan = resolve.with_half_micro_batch(plan)
         logger.warning(
             f"--micro_batch {before} needs at least {taken / 1e9:.1f} GB of the GPU's "
             f"{total / 1e9:.1f}: using --micro_batch {plan.flags.micro_batch} --grad_accum "
@@ -788,7 +778,7 @@ def accumulate(model: Spider, batches: list[Batch], now: StepSettings) -> dict[s
     # (balance, ponder, boundaries, ...) are averaged over all passes.
     with model.cast_weights_once():
         for batch in batches:
-            out: SpiderOutput = model(
+            out = model(
                 batch.ids,
                 batch.labels,
                 now.n_loops,
@@ -799,8 +789,6 @@ def accumulate(model: Spider, batches: list[Batch], now: StepSettings) -> dict[s
                 halting_warmup=now.halting_warmup,
             )
             # labels were given
-            assert out.loss is not None and out.byte_loss is not None
-            assert out.nats_per_byte is not None and out.loss_terms is not None
             weight = batch.targets / all_targets
             if isinstance(weight, Tensor):
                 weight = weight.to(out.loss.dtype)
@@ -892,7 +880,7 @@ def update(
     optimizers: Optimizers,
     numbers: StepNumbers,
     now: StepSettings,
-    grad_clip: float = 1.0,
+    grad_clip: float,
 ) -> bool:
     """Update the weights from the accumulated gradients; return whether they changed. A loss or
     gradient that is not finite changes nothing."""
@@ -994,9 +982,8 @@ def log_sample(model: Spider, step: int, flags: Flags, validation: Validation):
             generated.append(byte)
             if time.perf_counter() - began > SAMPLE_SECONDS:  # a large model on a CPU
                 break
-        text = decode(generated)
         logger.info(f"step {step} continues {decode(prompt)[-40:]!r}:")
-        for line in text.split("\n"):
+        for line in decode(generated).split("\n"):
             logger.info(f"    {line.expandtabs()}")
     except Exception as fault:  # such as out of memory: no sample is worth the run
         logger.warning(f"step {step}: no sample: {fault}")
@@ -1080,7 +1067,7 @@ def main(
     world: World,
     stop: StopSignals,
     closing: ExitStack,
-    model_class: type[Spider] = Spider,
+    model_class: type[Spider],
 ) -> int:
     """Train, from the flags to the last checkpoint, and return the exit status.
 
@@ -1099,12 +1086,12 @@ def main(
     # ----------------------------------------------------------------------------------------------
     # Checkpoint, plan, position in the run
     start = world.on_rank0(partial(open_directory, asked, closing), StartCheckpoint.without_tensors)
-    plan = resolve_plan(command, RECIPES, world, start, model_class, held_out)
+    plan = resolve.resolve_plan(command, RECIPES, world, start, model_class, held_out)
     loader = Loader(sources, plan.flags.seq_len, plan.flags.seed)
     if asked.minutes and not start.resumes:
         if world.ranks > 1:
             raise UsageError("--minutes times steps on one process: use --target_tokens")
-        plan = with_minutes(plan, held_out, time_steps(plan, world, loader))
+        plan = resolve.with_minutes(plan, held_out, time_steps(plan, world, loader))
     progress, changed = progress_of(start, plan, loader.mixture, loader.epoch)
     bytes_left = max(0, plan.flags.target_tokens - progress.bytes_seen)
     horizon = progress.step + math.ceil(bytes_left / plan.step_bytes)  # the schedule's last step
@@ -1115,13 +1102,13 @@ def main(
     remarks = describe_run(plan, sources, last_step, command.inherited, world)
     rate_of = partial(lr_factor, horizon=horizon, flags=plan.flags)
     epochs = epochs_in(plan.flags.target_tokens, loader).max()
-    warnings = horizon_warnings(plan, epochs, horizon, rate_of)
+    warnings = resolve.horizon_warnings(plan, epochs, horizon, rate_of)
     if asked.dry_run:
         if not world.is_rank0:
             return 0
         remarks += describe_recipe(plan)
         remarks += [f"warning: {line}" for line in warnings]
-        return print_dry_run(plan, remarks, world, partial(time_steps, plan, world, loader))
+        return resolve.print_dry_run(plan, remarks, world, partial(time_steps, plan, world, loader))
     if progress.step >= last_step or progress.out_of_patience(plan.flags.patience):
         check_finished(start, plan, progress, changed)
         if not lacks_evaluation(progress, plan.flags, last_step):
@@ -1143,7 +1130,7 @@ def main(
         validation = validation_sets(sources, plan.flags.seq_len, plan.flags.eval_tokens)
     model = build_model(plan.model, plan, world)
     optimizers = optimizers_of(plan.flags, model)
-    restore(start, plan, model, optimizers, progress, changed)
+    restore(start, model, optimizers, progress, changed)
     resumes_in_place = start.is_in(plan.flags.ckpt_dir)
     has_others_weights = start.path is not None and not start.resumes
     del start  # free the checkpoint's tensors before the warm-up measures memory
@@ -1165,7 +1152,7 @@ def main(
     wandb_logger = None
     if world.is_rank0:
         wandb_logger = start_wandb(flags.run, asdict(flags), progress, closing, resumes_in_place)
-    for line in (*warnings, *rise_warning(progress, flags.lr * last_rate)):
+    for line in (*warnings, *resolve.rise_warning(progress, flags.lr * last_rate)):
         logger.warning(line)
     rows = max(flags.micro_batch, EVAL_BYTES // flags.seq_len)
     evaluate_now = partial(evaluate, model, validation, rows, flags.n_loops, world)
@@ -1182,7 +1169,8 @@ def main(
             profiler = start_profiler(directory, closing)
         # Opened last: a signal before this line leaves the file as it is.
         first_line = progress.step if progress.metrics else progress.step + 1
-        metrics_file = closing.enter_context(Metrics(directory / "metrics.jsonl", first_line))
+        metrics_file = Metrics(directory / "metrics.jsonl", first_line)
+        closing.callback(metrics_file.file.close)
         # A signal skips the last curves: there may be time only to save.
         closing.callback(stop.may_interrupt, partial(write_curves, directory, ends=True))
     closing.callback(writer.thread.shutdown)  # runs before the file closes, which the thread syncs
@@ -1207,7 +1195,7 @@ def main(
                 found = stop.may_interrupt(evaluate_now)
                 if found is not None:
                     progress.record_evaluation(found, counts=step % flags.eval_every == 0)
-                    writer.mark_unsaved(step)  # a resumed checkpoint lacks the evaluation
+                    writer.saved_step = step - 1  # a resumed checkpoint lacks the evaluation
 
             # Every step: its line of metrics.jsonl, and wandb
             if metrics_file:

@@ -127,8 +127,7 @@ class SpiderConfig:
                 if not allowed.has(value):
                     raise ValueError(f"{name} must be {allowed}")
         self._check_sizes()
-        self._check_contexts()
-        self._check_tables()
+        self._check_memories()
 
     def _check_sizes(self):
         layers = self.n_recurrent_layers or 256  # without a core, engram_layers have no effect
@@ -169,18 +168,15 @@ class SpiderConfig:
             if not holds:
                 raise ValueError(rule)
 
-    def _check_contexts(self):
-        """Reject contexts that span_of does not know."""
+    def _check_memories(self):
+        """Reject contexts that span_of does not know, and table sizes with too few primes below:
+        each table has a different prime number of rows."""
         for name in ("engram_contexts", "engram_byte_contexts", "engram_match_contexts"):
             for context in getattr(self, name):
                 try:
                     span_of(context)
                 except ValueError as fault:
                     raise ValueError(f"{name}: {fault}") from None
-
-    def _check_tables(self):
-        """Reject table sizes with too few primes below: each table has a different prime number of
-        rows."""
         for name, rows, tables in (
             ("engram_rows", self.engram_rows, len(self.engram_contexts) * self.engram_heads),
             ("engram_byte_rows", self.engram_byte_rows, len(self.engram_byte_contexts)),
@@ -214,11 +210,6 @@ class SpiderConfig:
     def has_experts(self) -> bool:
         """Return whether any layer has routed experts."""
         return self.n_recurrent_layers > 0 and self.n_routed_experts > 0
-
-    @property
-    def has_core_loss(self) -> bool:
-        """Return whether training includes the core's own next-byte loss."""
-        return self.n_recurrent_layers > 0 and self.core_loss_weight > 0
 
     def changed(self, text: str) -> "SpiderConfig":
         """Return a copy with the changes of --set, NAME=VALUE,...; raise ValueError for a bad name

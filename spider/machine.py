@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 from loguru import logger
@@ -21,9 +21,6 @@ from torch import Tensor, nn
 
 from spider.errors import TooLarge, UsageError, one_line
 from spider.threads import memory_limit, read_file
-
-if TYPE_CHECKING:
-    import loguru
 
 # --------------------------------------------------------------------------------------------------
 # Choices of `auto`
@@ -45,8 +42,7 @@ def resolve_device(name: str) -> torch.device:
     elif torch.version.hip:
         logger.warning("AMD GPUs (ROCm) are untested")
     else:
-        capability = torch.cuda.get_device_capability()
-        obstacle = why_no_code(capability, torch.cuda.get_arch_list())
+        obstacle = why_no_code(torch.cuda.get_device_capability(), torch.cuda.get_arch_list())
     if name == "cuda" and not has_gpu and obstacle is None:
         obstacle = "no CUDA device is visible"
     if obstacle:
@@ -309,10 +305,9 @@ def matmul_rate(device: torch.device) -> float:
 def read_trace(path: Path) -> tuple[float, int]:
     """Return how many ms the GPU is busy in a trace by torch's profiler, and the number of kernels
     and copies. Overlapping kernels count once."""
-    events = json.loads(path.read_text())["traceEvents"]
     intervals = sorted(
         (event["ts"], event["ts"] + event["dur"])
-        for event in events
+        for event in json.loads(path.read_text())["traceEvents"]
         if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")
     )  # in us
     busy = 0.0
@@ -323,7 +318,7 @@ def read_trace(path: Path) -> tuple[float, int]:
     return busy / 1e3, len(intervals)
 
 
-def escape_message(record: "loguru.Record"):
+def escape_message(record: Any):
     """Escape line breaks and control characters in a log line."""
     record["message"] = one_line(record["message"])
 

@@ -84,7 +84,7 @@ def set_threads(environ: MutableMapping[str, str] = os.environ, root: Path = Pat
         environ[name] = environ.get(name) or value
 
 
-def idle_threads_spin(environ: Mapping[str, str] = os.environ) -> bool:
+def idle_threads_spin(environ: Mapping[str, str]) -> bool:
     """Return whether torch's idle threads spin, because no variable limits it."""
     return not (environ.get("GOMP_SPINCOUNT") or environ.get("OMP_WAIT_POLICY"))
 

@@ -36,11 +36,8 @@ import train
 from spider.config import SpiderConfig
 from spider.model.layers import wide
 from spider.model.memory import EngramTable, MatchMemory
-from spider.training import curves, estimate
+from spider.training import curves, distributed, estimate, plan, resolve
 from spider.training.checkpoint import find_checkpoints
-from spider.training.distributed import World
-from spider.training.plan import Plan
-from spider.training.resolve import resolve_plan
 from spider.training.run import RunProgress
 from spider_model import Spider
 from tile_moe import has_grouped_kernel
@@ -174,15 +171,15 @@ def awake(config: SpiderConfig, seed: int = 0, dtype=torch.float32) -> Spider:
     return model.train()
 
 
-def world_of(device: str = "cpu") -> World:
+def world_of(device: str = "cpu") -> distributed.World:
     """Return a world of one process on a device."""
-    return World({}, device)
+    return distributed.World({}, device)
 
 
-def resolved(*argv: str, device: str = "cpu", environ=None, **settings) -> Plan:
+def resolved(*argv: str, device: str = "cpu", environ=None, **settings) -> plan.Plan:
     """Return the plan that train.py makes from flags, without this machine's environment."""
     args = train.parse_args([*argv], environ=environ or {})
-    return resolve_plan(args, train.RECIPES, world_of(device), **settings)
+    return resolve.resolve_plan(args, train.RECIPES, world_of(device), **settings)
 
 
 def gradients(model: Spider) -> dict:

@@ -16,8 +16,7 @@ import torch
 
 import train
 from conftest import ROOT, do_nothing_slow, metrics
-from spider.training import optim
-from spider.training.distributed import World
+from spider.training import distributed, optim
 from train import command_line
 
 LIMIT = 240  # seconds in which processes must end, even on a busy machine
@@ -107,7 +106,7 @@ def rank_variables(rank: int, ranks: int, port: int) -> dict[str, str]:
 
 def work_in_group(rank, ranks, shards, port, work):
     os.environ |= rank_variables(rank, ranks, port)
-    world = World()
+    world = distributed.World()
     world.join(torch.device("cpu"), shards, LIMIT)
     work(world)
     world.leave()

@@ -289,8 +289,7 @@ def test_libraries_are_quiet_and_environment_variables_are_logged(tmp_path):
     """
     done = command(*flags.split(), cwd=tmp_path, SEQ_LEN="64", N_LOOPS="1")
     assert done.returncode == 0, done.stderr
-    lines = done.stderr.splitlines()
-    assert all(re.match(r"\d\d:\d\d:\d\d ", line) for line in lines), done.stderr
+    assert all(re.match(r"\d\d:\d\d:\d\d ", line) for line in done.stderr.splitlines()), done.stderr
     assert " environment: --n_loops 1 --seq_len 64" in done.stderr
 
 

@@ -118,9 +118,8 @@ def test_batch_counts_targets_bytes_and_documents():
 
 
 def test_feed_fetches_the_next_step_ahead(monkeypatch):
-    layout = StepLayout(2, 3)
     prefetcher = Prefetcher(
-        Loader([source(range(200))], 8, 5), layout, 0, torch.device("cpu"), 4, 24
+        Loader([source(range(200))], 8, 5), StepLayout(2, 3), 0, torch.device("cpu"), 4, 24
     )
     prefetcher.take()
     prefetcher.fetched.result()

@@ -18,10 +18,9 @@ import pytest
 import torch
 
 import sample
-import spider_model
 from conftest import ROOT, final_state, metrics, refused
 from preparing import write_shard
-from spider.inference import adapt, sampling
+from spider.inference import adapt, load, sampling
 from spider.inference.load import decoder_of, read_checkpoint
 from spider_model import Spider
 from tokenizer import BOS_ID, EOS_ID
@@ -68,7 +67,7 @@ def test_directory_means_its_newest_intact_checkpoint(trained, tmp_path, monkeyp
     def resolve_backend(name, device, *_, **__):
         return "loop", f"{name} on {device}"
 
-    monkeypatch.setattr(spider_model, "resolve_backend", resolve_backend)
+    monkeypatch.setattr(load, "resolve_backend", resolve_backend)
     for step in (1, 2, 3):
         shutil.copy(trained / f"spider-step{step}.pt", tmp_path)
     os.truncate(tmp_path / "spider-step3.pt", 9000)
@@ -420,8 +419,7 @@ def files(trained, tmp_path, monkeypatch) -> Path:
 )
 def test_bad_command_is_refused_in_one_line_with_the_remedy(files, capsys, argv, remedy):
     before = sorted(files.rglob("*"))
-    words = argv.split()
-    line = refused(words, capsys, program="sample.py", main=sample.main)
+    line = refused(argv.split(), capsys, program="sample.py", main=sample.main)
     assert remedy in line
     assert sorted(files.rglob("*")) == before
 

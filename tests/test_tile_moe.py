@@ -105,8 +105,7 @@ def test_fp8_experts_match_the_dense_reference_on_a_gpu(kind):
         pytest.skip("torch's grouped FP8 product needs sm_90 or sm_100")
 
     def product(slots, weights, end):
-        column_major = weights.mT.contiguous().mT
-        return tile_moe.fp8_grouped_product(slots, column_major, end)
+        return tile_moe.fp8_grouped_product(slots, weights.mT.contiguous().mT, end)
 
     check_backend("grouped", kind, torch.bfloat16, 0.1, "cuda", hidden=256, product=product)
 
@@ -163,8 +162,7 @@ def test_every_expert_has_slots_and_tokens_get_slots_of_their_experts(backend, k
 def test_routing_selects_with_the_bias_and_weights_by_probability(k, backend, kernels):
     """With k = 1 the weight is the probability itself, not normalized to 1."""
     score = torch.randn(8, E, requires_grad=True)
-    bias = torch.tensor([10.0, 0, 0, 0, 0])
-    topk_idx, weights = route(score, bias, k, backend)
+    topk_idx, weights = route(score, torch.tensor([10.0, 0, 0, 0, 0]), k, backend)
     assert (topk_idx == 0).any(1).all()
     chosen = score.softmax(-1).gather(1, topk_idx)
     expected = chosen if k == 1 else chosen / chosen.sum(1, True)
@@ -199,15 +197,13 @@ def test_balance_losses_and_counts_ignore_padding(backend, kernels):
 
 @pytest.mark.parametrize("backend", ("loop", "grouped", "tile"))
 def test_nan_scores_give_valid_indices_and_nan_only_in_their_tokens(backend, kernels):
-    nan = torch.full((3, 32), math.nan)
-    assert (route(nan, torch.zeros(32), K, backend)[0] < 32).all()
+    assert (route(torch.full((3, 32), math.nan), torch.zeros(32), K, backend)[0] < 32).all()
     score = torch.randn(N, E)
     score[4] = math.nan
     score.requires_grad_()
     topk_idx, topk_weights = route(score, torch.zeros(E), K, backend)
     assert ((topk_idx >= 0) & (topk_idx < E)).all()
-    share = torch.full((1, N), 1 / N)
-    aux_loss = balance(score[None], topk_idx[None], share, backend).aux_loss
+    aux_loss = balance(score[None], topk_idx[None], torch.full((1, N), 1 / N), backend).aux_loss
     assert aux_loss.isnan()
     x, _, w_gate_up, w_down = operands(torch.float32)
     y = moe_forward(x, topk_idx, topk_weights, w_gate_up, w_down, backend)

@@ -437,8 +437,7 @@ def prepare(
         try:
             with with_filename(out):
                 folder.mkdir()
-                inputs = [*chain.from_iterable(found)]
-                writers = write_shards(inputs, documents, folder, shard_mb)
+                writers = write_shards([*chain.from_iterable(found)], documents, folder, shard_mb)
                 entries = [entry for writer in writers for entry in writer.entries]
                 totals = {writer.split: writer.totals() for writer in writers}
                 report_skipped(arguments, documents, totals)
@@ -490,8 +489,7 @@ def write_shards(
     """Write the documents of inputs as shards into a folder; return the writer of each split."""
     shard_ids = max(1, int(shard_mb * 1e6 / ID_BYTES))
     writers = {split: ShardWriter(folder, split, shard_ids) for split in SPLITS}
-    read = documents.read_all(inputs, folder)
-    for split, text in documents.assign_splits(read, folder):
+    for split, text in documents.assign_splits(documents.read_all(inputs, folder), folder):
         writers[split].write(text)
     for writer in writers.values():
         writer.finish_shard()
@@ -524,8 +522,7 @@ def report_skipped(
     """Print what was skipped, and if there is no validation split. Raise DataError if there is no
     training data."""
     if documents.unread:
-        most = documents.unread.most_common(5)
-        shown = ", ".join(f"{number:,} {name}" for name, number in most)
+        shown = ", ".join(f"{number:,} {name}" for name, number in documents.unread.most_common(5))
         print_status(f"prepare: skipped by extension: {shown}; --ext sets which to read")
     faults = []
     for reason, count in documents.skipped.items():

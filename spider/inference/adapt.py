@@ -15,16 +15,14 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from spider.data.stream import Stream
 from spider.errors import CheckpointError, ProgressBar
 from spider.model.memory import tables_of
+from spider.training import optim, state
 from spider.training.distributed import UNSHARDED, World
-from spider.training.optim import RowwiseAdagrad
 from spider.training.scoring import BatchScore, Totals, score_batches, score_model
-from spider.training.state import load_optimizers
 from spider.vocabulary import IGNORED, PAD_ID
 from spider_model import Spider
 
@@ -146,8 +144,8 @@ class DynamicEvaluation:
             )
         self.model = model
         self.n_loops = n_loops
-        self.adagrad = RowwiseAdagrad(tables, TABLE_LR)
-        load_optimizers(UNSHARDED, {"engram": self.adagrad}, {"engram": accumulators})
+        self.adagrad = optim.RowwiseAdagrad(tables, TABLE_LR)
+        state.load_optimizers(UNSHARDED, {"engram": self.adagrad}, {"engram": accumulators})
         dense = [p for p in model.parameters() if p not in self.adagrad.tables]
         self.adamw = torch.optim.AdamW(dense, DENSE_LR, weight_decay=0, fused=True)
         # The accumulators sum squared gradients of a mean over this many bytes.
@@ -157,13 +155,14 @@ class DynamicEvaluation:
         """Score one row, ids and labels [1, n], then step the weights."""
         with torch.enable_grad(), self.model.cast_weights_once():
             out = self.model(ids, n_loops=self.n_loops)
-            nats = F.cross_entropy(out.logits[0], labels[0], ignore_index=IGNORED, reduction="sum")
+            nats = torch.nn.functional.cross_entropy(
+                out.logits[0], labels[0], ignore_index=IGNORED, reduction="sum"
+            )
             (nats / self.bytes_per_step).backward()
         for optimizer in (self.adagrad, self.adamw):
             optimizer.step()
             optimizer.zero_grad()
-        targets = (labels != IGNORED).sum()
-        return BatchScore(nats.detach().double(), targets, out.segments)
+        return BatchScore(nats.detach().double(), (labels != IGNORED).sum(), out.segments)
 
     def score(self, stream: Stream, special: bool) -> Totals:
         """Score a stream. special: also count ids above 255."""

@@ -23,8 +23,7 @@ from loguru import logger
 from spider.config import SpiderConfig
 from spider.errors import CheckpointError
 from spider.files import ROOT, locked, sync
-from spider.training.checkpoint import PREFIX, is_export, safetensors
-from spider.training.run import read_metrics
+from spider.training import checkpoint, run
 from spider.vocabulary import BOS_ID, EOS_ID, PAD_ID, VOCAB_SIZE
 
 ADAPTER = "modeling_spider"
@@ -36,16 +35,17 @@ def write_export(path: Path, saved: dict, directory: str):
     The directory is written under a hidden name next to it, then renamed, so it is complete or does
     not exist. Leftovers of a killed export to this name are deleted. Raise CheckpointError if the
     directory is not empty or cannot be written, and UsageError if another process exports to it."""
-    if "flags" not in saved or is_export(path):
+    if "flags" not in saved or checkpoint.is_export(path):
         raise CheckpointError(f"{path}: --export needs a checkpoint of a training run")
     if saved.get("exploded"):
         logger.warning(f"{path}: the loss had exploded before this checkpoint")
-    library = safetensors()
+    library = checkpoint.safetensors()
     target = Path(os.path.realpath(directory))
     unfinished = target.with_name(f".{target.name}.unfinished-export")
     texts = export_texts(path, saved)
     weights = {
-        PREFIX + name: weight.contiguous() for name, weight in saved["model_state_dict"].items()
+        checkpoint.PREFIX + name: weight.contiguous()
+        for name, weight in saved["model_state_dict"].items()
     }
     try:
         if target.exists() and not (target.is_dir() and not any(target.iterdir())):
@@ -177,7 +177,7 @@ def training_facts(path: Path, saved: dict) -> dict:
         sources = flags["data_dir"].rstrip("/").split(",")
         flags["data_dir"] = ",".join(source.rpartition("/")[2] for source in sources)
     facts["flags"] = flags
-    for line in read_metrics(path.parent / "metrics.jsonl"):  # the last evaluation counts
+    for line in run.read_metrics(path.parent / "metrics.jsonl"):  # the last evaluation counts
         if line["step"] <= saved["step"] and line.get("val_bpb") is not None:
             facts["val_bpb"] = line["val_bpb"]
             facts["val_bpb_at_step"] = line["step"]
@@ -244,7 +244,7 @@ def flat_modules(name: str) -> dict[str, str]:
         indentation, module = statement.groups()
         return f"{indentation}from .{module.rpartition('.')[2]} import"
 
-    texts: dict[str, str] = {}
+    texts = {}
     modules = [name]
     for module in modules:  # the list grows in the loop
         path = (ROOT / module.replace(".", "/")).with_suffix(".py")

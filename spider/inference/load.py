@@ -28,6 +28,7 @@ from spider.training.checkpoint import (
 )
 from spider.training.state import materialize, on_meta
 from spider_model import Spider
+from tile_moe import resolve_backend
 
 RUNS = "checkpoints"  # where train.py keeps runs by default
 
@@ -113,7 +114,9 @@ def model_of(
     model = on_meta(model_class, SpiderConfig.from_saved(saved["cfg"]))
     materialize(model, device, saved["model_state_dict"])
     model.compute_dtype = dtype
-    remark = model.choose_backend()
+    # As for compiled layers, without TileKernels: compiling them takes longer than most samples.
+    backend, remark = resolve_backend("auto", device, model.config, dtype, compiled=True)
+    model.set_backend(backend)
     if remark:
         logger.info(remark)
     return model.eval()

@@ -21,6 +21,7 @@ import sys
 from bisect import bisect
 from collections import Counter, defaultdict
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
@@ -28,15 +29,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from loguru import logger
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from spider.errors import DataError, one_line, printable
 from spider.files import atomic_write
-from spider.inference.adapt import progress_bar
-from spider.inference.export import training_facts
+from spider.inference import adapt, export
 from spider.model.layers import rms_norm
 from spider.model.memory import OutputEngram
 from spider.vocabulary import BOS_ID
@@ -70,7 +68,7 @@ class Recorder:
 
     def __init__(self, model: Spider):
         self.model = model
-        self.hooks: list[RemovableHandle] = []
+        self.hooks = ExitStack()
         self.context = 0
         self.ends: list[bool] = []  # [ids] whether the id ends a segment
         self.loops: list[int] = []  # [finished segments]
@@ -85,19 +83,18 @@ class Recorder:
     def __enter__(self) -> "Recorder":
         engram = self.model.engram_output
         if engram is not None:
-            self.hooks.append(engram.register_forward_hook(self._record_bytes))
+            self.hooks.callback(engram.register_forward_hook(self._record_bytes).remove)
         core = self.model.core
         if core is not None:
             self.model.boundaries = self._record_boundaries  # type: ignore[assignment]
             core.drop_halted = False  # so that a segment keeps its index in every loop
             for i, layer in enumerate(core.layers):
                 hook = partial(self._record_visit, i)
-                self.hooks.append(layer.register_forward_hook(hook))
+                self.hooks.callback(layer.register_forward_hook(hook).remove)
         return self
 
     def __exit__(self, *_):
-        for hook in self.hooks:
-            hook.remove()
+        self.hooks.close()
         if self.model.core is not None:
             del self.model.boundaries  # uncovers the method of the class
             self.model.core.drop_halted = None
@@ -179,10 +176,10 @@ def analyze(model: Spider, text: bytes, n_loops: int) -> Analysis:
 
     Raise FloatingPointError for a non-finite logit."""
     ids = torch.tensor([BOS_ID, *text], device=model.embed_tokens.device)
-    progress = progress_bar("reading", len(ids))
-    bits: list[float] = []
-    likeliest: list[int] = []
-    percent: list[int] = []
+    progress = adapt.progress_bar("reading", len(ids))
+    bits = []
+    likeliest = []
+    percent = []
     done = 0  # ids that are recorded
     with Recorder(model) as record, model.cast_weights_once():
         while done < len(ids):
@@ -193,7 +190,7 @@ def analyze(model: Spider, text: bytes, n_loops: int) -> Analysis:
             labels = ids[done + 1 : done + 1 + len(logits)]
             # the last id of the text has logits but no label
             labeled = logits[: len(labels)]  # [bytes, vocab_size]
-            nats = F.cross_entropy(labeled, labels, reduction="none")
+            nats = nn.functional.cross_entropy(labeled, labels, reduction="none")
             if not nats.isfinite().all():
                 raise FloatingPointError(
                     "the model's logits are not finite numbers: its weights are ruined"
@@ -201,8 +198,7 @@ def analyze(model: Spider, text: bytes, n_loops: int) -> Analysis:
             bits += (nats / math.log(2)).tolist()
             top = labeled.softmax(-1).topk(LIKELIEST)
             likeliest += top.indices.flatten().tolist()
-            rounded = (100 * top.values).round().int()
-            percent += rounded.flatten().tolist()
+            percent += (100 * top.values).round().int().flatten().tolist()
             done += len(logits)
             if progress is not None:
                 progress.add(len(logits))
@@ -339,7 +335,7 @@ def render_page(analysis: Analysis, title: str, model: Spider, run: list[str]) -
 def run_facts(path: Path, saved: dict, model: nn.Module) -> list[str]:
     """Summarize a model and its training run in lines without paths, given its checkpoint's path
     and content."""
-    facts = training_facts(path, {"flags": {}} | saved)
+    facts = export.training_facts(path, {"flags": {}} | saved)
     size = f"{sum(p.numel() for p in model.parameters()) / 1e6:.1f}M parameters"
     if "recipe" in facts:
         size = f"{facts['recipe']}, {size}"

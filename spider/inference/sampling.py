@@ -176,7 +176,7 @@ def converse(sampler: Sampler, state: DecodingState):
         import readline  # noqa: F401     # makes input() editable
     if hasattr(sys.stdin, "reconfigure"):
         sys.stdin.reconfigure(errors="surrogateescape")
-    unread: list[int] | None = None  # ids that the state has not read; None before the first turn
+    unread = None  # ids that the state has not read; None before the first turn
     starts_line = False  # whether the next input starts a line, unless it is empty
     while (line := ask()) is not None:
         typed = os.fsencode(line)
@@ -219,7 +219,7 @@ def ask() -> str | None:
 def interrupts_deferred() -> Iterator[list[int]]:
     """Yield a list. Ctrl-C adds an entry to it instead of raising an exception, which could leave a
     decoding state half advanced."""
-    interrupts: list[int] = []
+    interrupts = []
     before = signal.signal(signal.SIGINT, lambda number, _: interrupts.append(number))
     try:
         yield interrupts

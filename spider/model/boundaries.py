@@ -12,7 +12,6 @@ import math
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from spider.config import SpiderConfig
@@ -39,7 +38,7 @@ def flexitokens_boundaries(
 
     summed [documents] float64: in decoding, the sum of p over earlier steps, updated here."""
     total_M = p_M.detach().double().cumsum(0)  # over all documents
-    before_M = F.pad(total_M, (1, -1))
+    before_M = nn.functional.pad(total_M, (1, -1))
     start_M = packing.cu_seqlens.index_select(0, packing.document)
     offset_M = 0.5 - before_M.index_select(0, start_M)  # minus the earlier documents
     if summed is not None:
@@ -205,7 +204,6 @@ class SurprisePredictor(nn.Module):
         since = self.steps + later - TRUST_BEGINS
         return (since / (TRUST_COMPLETE - TRUST_BEGINS)).clamp(0, 1)
 
-    @torch.no_grad()
     def score(self, predicted: Tensor, ids_M: Tensor, position_M: Tensor, later: int = 0) -> Tensor:
         """Return the bytes' scores [M]. position_M: positions in the document. later: see trust."""
         surprise_M, gain_M = predicted.unbind(1)

@@ -48,8 +48,9 @@ class HashedContexts(nn.Module):
     def init_hash(self, seed: int):
         """Draw odd 64-bit multipliers from `seed`; the global random state stays as it is."""
         generator = torch.Generator().manual_seed(seed)
-        shape = self.multiplier.shape
-        drawn = torch.randint(-(2**62), 2**62, shape, generator=generator, device="cpu")
+        drawn = torch.randint(
+            -(2**62), 2**62, self.multiplier.shape, generator=generator, device="cpu"
+        )
         self.multiplier.copy_(drawn * 2 + 1)
 
     def keys(self, past: PastBytes) -> Tensor:
@@ -230,7 +231,7 @@ class MatchMemory(HashedContexts):
 
     NOTHING = 3 * 256
 
-    def __init__(self, contexts: tuple[str, ...], occurrences: int = 2):
+    def __init__(self, contexts: tuple[str, ...], occurrences: int):
         super().__init__(contexts)
         self.occurrences = occurrences
 

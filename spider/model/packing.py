@@ -140,10 +140,10 @@ class Packing:
         )
         position_M11 = position[:, None, None]
         return cls(
-            cu_seqlens=cu_seqlens,
-            document=document,
-            position=position,
-            max_seqlen=max_seqlen,
+            cu_seqlens,
+            document,
+            position,
+            max_seqlen,
             cos=(position_M11 * frequency).cos().to(dtype),
             sin=(position_M11 * signed_frequency).sin().to(dtype),
             buckets=buckets,

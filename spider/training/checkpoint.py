@@ -21,7 +21,7 @@ import re
 import time
 import zipfile
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, fields, replace
 from operator import attrgetter
@@ -44,7 +44,7 @@ from spider_model import Spider
 
 REQUIRED = {"model_state_dict", "optimizer_state_dict", "step", "cfg"}
 # Type of each entry of a checkpoint
-ENTRIES: dict[str, Any] = {one.name: one.type for one in fields(RunProgress)} | dict(
+ENTRIES = {one.name: one.type for one in fields(RunProgress)} | dict(
     model_state_dict=dict,
     optimizer_state_dict=dict,
     cfg=dict,
@@ -54,7 +54,7 @@ ENTRIES: dict[str, Any] = {one.name: one.type for one in fields(RunProgress)} | 
     shares=list,
 )
 # Type of each recorded flag that is used before changes_since compares it with the run's flag
-FLAGS: dict[str, Any] = dict(
+FLAGS = dict(
     seq_len=int, eval_tokens=int, target_tokens=int, minutes=float | int | None, data_dir=str
 )
 # Ranges of integers; other integers are at least 0
@@ -265,7 +265,7 @@ def read_export(path: Path) -> dict:
         directory = path
         files = weight_files(path)
     config = read_json(directory / "config.json")
-    weights: dict[str, Tensor] = {}
+    weights = {}
     for file in files:
         check_regular(file)
         for name, weight in safetensors().torch.load_file(file).items():
@@ -349,17 +349,17 @@ class StartCheckpoint(NamedTuple):
     """The checkpoint that a run starts from."""
 
     path: Path | None = None  # None: a run from scratch
-    state: dict | None = None
+    state: dict = {}  # its content; {}: a run from scratch
     resumes: bool = False  # True: continue the checkpoint's run; False: take only its weights
 
     @property
     def flags(self) -> dict:
         """The flags that the checkpoint recorded."""
-        return {} if self.state is None else self.state.get("flags", {})
+        return self.state.get("flags", {})
 
     def without_tensors(self) -> "StartCheckpoint":
         """Return the part of the checkpoint that rank 0 sends to all ranks."""
-        if self.state is None:
+        if not self.state:
             return self
         return self._replace(state=self.state | dict(model_state_dict={}, optimizer_state_dict={}))
 
@@ -489,14 +489,14 @@ class CheckpointWriter:
         step: the last step before this process. resumes_in_place: the checkpoint of this step is in
         the directory."""
         self.directory = directory
-        self.saved: list[SavedCheckpoint] = []  # in the directory, oldest first
+        self.saved = []  # in the directory, oldest first
         self.keep_last = keep_last
         self.keep_best = keep_best
         self.world = world
         self.saved_step = step if resumes_in_place else 0  # step of the newest saved state
         self.host_copy: Any = None  # the newest saved state; the next save reuses its memory
         self.thread = ThreadPoolExecutor(1)
-        self.writing: Future[bool] = self.thread.submit(lambda: True)  # whether it succeeded
+        self.writing = self.thread.submit(lambda: True)  # whether it succeeded
         if world.is_rank0:
             files.delete_unfinished(directory, "spider-step*.pt")
             # Later checkpoints are damaged: load_start skipped them by their checksums, which
@@ -517,10 +517,6 @@ class CheckpointWriter:
             torch.cuda.synchronize()  # until the copies are complete
         in_loop = time.perf_counter() - began
         self.writing = self.thread.submit(self._write, self.host_copy, sync_metrics, in_loop)
-
-    def mark_unsaved(self, step: int):
-        """Mark the state of a step as changed, so that it is saved again."""
-        self.saved_step = step - 1
 
     def holds(self, step: int) -> bool:
         """Wait for the current write. Return whether the state of a step is saved. Every rank calls
@@ -592,8 +588,7 @@ def changes_since(state: dict, plan: Plan, mixture: dict[str, Any]) -> dict[str,
     by name.
 
     mixture: see Loader.mixture. Values that an older checkpoint lacks count as unchanged."""
-    flags = plan.flags.recorded()
-    now = asdict(plan.config) | flags | dict(n_loops=plan.flags.n_loops, **mixture)
+    now = asdict(plan.config) | plan.flags.recorded() | dict(n_loops=plan.flags.n_loops, **mixture)
     before = asdict(SpiderConfig.from_saved(state["cfg"])) | state.get("flags", {})
     before |= {name: state[name] for name in ("n_loops", *mixture) if name in state}
     return {
@@ -616,9 +611,8 @@ def progress_of(
     progress = RunProgress()
     if flags.reset_steps and flags.resume:
         progress.origin = os.path.realpath(flags.resume)
-    changed: dict[str, str] = {}
+    changed = {}
     if start.resumes:
-        assert start.state is not None
         names = vars(progress).keys() & start.state.keys()
         progress = replace(progress, **{name: start.state[name] for name in names})
         changed = changes_since(start.state, plan, mixture)
@@ -660,7 +654,6 @@ def check_finished(
 
 def restore(
     start: StartCheckpoint,
-    plan: Plan,
     model: nn.Module,
     optimizers: Optimizers,
     progress: RunProgress,
@@ -670,7 +663,7 @@ def restore(
 
     Log what is loaded, and which settings have changed since."""
     state = start.state
-    if state is None:
+    if not state:
         return
     what = "resuming from" if start.resumes else "weights of"
     logger.info(f"{what} {start.path} (step {state['step']})")

@@ -41,7 +41,7 @@ Curves = dict[str, np.ndarray]  # by key, [2, values]: bytes seen, values
 
 def read_curves(directory: Path) -> Curves:
     """Read the finite numbers of a run's metrics.jsonl; return {} if there is no such file."""
-    points: dict[str, list] = defaultdict(list)
+    points = defaultdict(list)
     for line in read_metrics(directory / "metrics.jsonl"):
         bytes_seen = line.get("bytes_seen")
         loss = line.get("loss")

@@ -258,14 +258,6 @@ class Sharding:
     ranks = 1
     params: Sequence[ShardedParameter] = ()
 
-    def parameters(self, model: nn.Module) -> dict[str, nn.Parameter]:
-        """Return the parameters for the optimizers by name: of a sharded model, this rank's
-        rows."""
-        params = dict(model.named_parameters())
-        for param in self.params:
-            params[param.name] = param.local
-        return params
-
     def backward(self, model: nn.Module, loss: Tensor, last: bool):
         """Run the backward pass of a micro-step. loss: this rank's term of the sum over ranks.
         last: whether this is the last micro-step."""
@@ -344,7 +336,7 @@ def shard_model(model: "Spider", world: World, grad_accum: int):
     reshards = grad_accum == 1 and world.shards > 1
     model.casts_early = False  # each group's weights are cast in its forward
     core = [] if model.core is None else [model.core]
-    grouped: set[nn.Module] = set()
+    grouped = set()
     for group in (*model.prelude, *core, *model.coda, model):
         members = [m for m in group.modules() if m not in grouped]
         grouped.update(members)

@@ -18,9 +18,8 @@ from spider import machine
 from spider.errors import TooLarge
 from spider.machine import free_memory, has_bf16, process_memory
 from spider.model.memory import tables_of
-from spider.training.checkpoint import checkpoint_paths
+from spider.training import checkpoint, fp8
 from spider.training.distributed import World
-from spider.training.fp8 import takes_fp8
 from spider.training.optim import ENGRAM_TABLES, Read, kinds_of
 from spider.training.plan import Plan
 from spider_model import Spider
@@ -82,7 +81,7 @@ def flops_per_byte(
     segments_per_byte = 1 / bytes_per_segment
     # Multiply-adds of a forward pass: sum of numel * uses over all weights
     products: float = 0
-    if c.has_core_loss:
+    if c.n_recurrent_layers and c.core_loss_weight:
         products += model.get_parameter("lm_head.weight").numel()
     for name, uses in matrix_uses(model, segments_per_byte, n_loops).items():
         rate = 0.5 if name in fast else 1.0
@@ -238,7 +237,7 @@ def activations_per_byte(plan: Plan) -> float:
 def weights_in_fp8(model: nn.Module, experts: bool = False) -> list[str]:
     """Name the weights whose products run in FP8 with --precision fp8. Call this before the
     conversion. experts: --fp8_experts."""
-    linears = [f"{name}.weight" for name, m in model.named_modules() if takes_fp8(m, name)]
+    linears = [f"{name}.weight" for name, m in model.named_modules() if fp8.takes_fp8(m, name)]
     routed = [name for name, kind in kinds_of(model).items() if kind.read is Read.CHOSEN]
     return linears + routed if experts else linears
 
@@ -355,7 +354,7 @@ def describe_needs(plan: Plan, world: World) -> tuple[list[str], list[str]]:
     existing = next(path for path in (directory, *directory.parents) if path.is_dir())
     free = shutil.disk_usage(existing).free
     wanted = plan.flags.keep_last + plan.flags.keep_best
-    present = min(wanted, len(checkpoint_paths(directory)))
+    present = min(wanted, len(checkpoint.checkpoint_paths(directory)))
     missing = wanted + 1 - present  # a new checkpoint is written before the oldest is deleted
     lines = [
         f"memory: about {needed / 1e9:.3g} GB of {usable / 1e9:.3g} that a step may take: "
@@ -380,8 +379,7 @@ def print_tables(plan: Plan):
     total_active = sum(active for _, active in table.values())
     print(f"{'parameters by component':36}{'parameters':>14}{'share':>8}{'active per byte':>18}")
     for component, (parameters, active) in sorted(table.items(), key=lambda item: -item[1][0]):
-        fraction = parameters / total
-        print(f"  {component:34}{parameters:14,}{fraction:8.1%}{active:18,.0f}")
+        print(f"  {component:34}{parameters:14,}{parameters / total:8.1%}{active:18,.0f}")
     print(f"  {'total':34}{total:14,}{1:8.0%}{total_active:18,.0f}")
     length = plan.config.bytes_per_segment
     cost = flops_per_byte(plan.model, length, plan.flags.n_loops, plan.flags.seq_len)

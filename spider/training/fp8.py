@@ -18,16 +18,14 @@ either. D: the width of a Linear's input.
 import math
 from dataclasses import replace
 from functools import cache
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
 
 from spider.machine import quiet
 from spider.model.layers import Linear
-
-if TYPE_CHECKING:
-    from spider_model import Spider
+from spider_model import Spider
 
 # Modules whose name contains one of these stay in high precision
 NEVER_FP8 = (
@@ -200,7 +198,7 @@ def fp8_linear_class() -> type[nn.Module]:
     return FP8Linear
 
 
-def describe_fp8(model: "Spider", experts: bool) -> str:
+def describe_fp8(model: Spider, experts: bool) -> str:
     """Describe in one line which Linears FP8 will convert. Call this before the conversion."""
     linears = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear)}
     kept = [name for name, linear in linears.items() if not takes_fp8(linear, name)]

@@ -6,14 +6,14 @@ import math
 import shlex
 import time
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from loguru import logger
 
 from spider.flags import quoted
-from spider.training import estimate
-from spider.training.checkpoint import checkpoint_path
+from spider.training import checkpoint, estimate
 from spider.training.distributed import World
 from spider.training.plan import Plan
 from spider.training.run import RunProgress, StepEvents
@@ -35,10 +35,14 @@ def describe_run(
 
     sources: the data. inherited: flags from the environment and --config, by source."""
     flags = plan.flags
+    hardware = f"{world.device}, threads: {torch.get_num_threads()}"
+    if world.device.type == "cuda":
+        hardware = torch.cuda.get_device_name(world.device)
+    if world.ranks > 1:
+        hardware += f", ranks: {world.ranks}"
     parameters = sum(p.numel() for p in plan.model.parameters()) / 1e6
     lines = [
-        f"model {plan.recipe}, {parameters:.3g}M parameters, loops: {flags.n_loops}; "
-        f"{describe_hardware(world)}",
+        f"model {plan.recipe}, {parameters:.3g}M parameters, loops: {flags.n_loops}; {hardware}",
         *map(str, sources),
         f"steps: {last_step:,} of {plan.step_bytes:,} bytes, micro-batch {flags.micro_batch}, "
         f"saved in {flags.ckpt_dir}",
@@ -50,16 +54,6 @@ def describe_run(
     for source, settings in inherited.items():
         lines += describe_settings(source, settings)
     return lines
-
-
-def describe_hardware(world: World) -> str:
-    """Describe the device and the number of ranks."""
-    hardware = f"{world.device}, threads: {torch.get_num_threads()}"
-    if world.device.type == "cuda":
-        hardware = torch.cuda.get_device_name(world.device)
-    if world.ranks > 1:
-        hardware += f", ranks: {world.ranks}"
-    return hardware
 
 
 def describe_recipe(plan: Plan) -> list[str]:
@@ -94,18 +88,20 @@ LOG_SECONDS = 10.0
 MAX_SILENCE = 600.0  # seconds
 
 
+@dataclass
 class StepLog:
     """Log the steps of a run: a line every --log_every steps, by default as often as the constants
     above allow, and whatever is unusual about a step."""
 
-    def __init__(self, plan: Plan, progress: RunProgress, last_step: int):
-        self.plan = plan
-        self.progress = progress
-        self.first_step = progress.step + 1
-        self.last_step = last_step
+    plan: Plan
+    progress: RunProgress
+    last_step: int
+
+    def __post_init__(self):
+        self.first_step = self.progress.step + 1
         self.began = time.perf_counter()
         self.logged = self.began  # time of the last line
-        self.logged_step = progress.step
+        self.logged_step = self.progress.step
 
     def is_due(self, step: int, now: float) -> bool:
         """Return whether to log a line for a step."""
@@ -172,7 +168,7 @@ def log_end(plan: Plan, progress: RunProgress, horizon: int, how: str):
     logger.info(f"done: step {progress.step}, {progress.bytes_seen:,} bytes, {found}{how}")
     if last is not None and last > best:
         logger.info(f"the best validation bpb was {best / math.log(2):.4f}; --keep_best keeps it")
-    path = checkpoint_path(Path(plan.flags.ckpt_dir), progress.step)
+    path = checkpoint.checkpoint_path(Path(plan.flags.ckpt_dir), progress.step)
     if path.exists():  # not on other hosts
         logger.info(f"checkpoint: {path}, {path.stat().st_size / 1e6:,.0f} MB")
     if plan.model_class is Spider:  # sample.py loads no other class

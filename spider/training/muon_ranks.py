@@ -83,7 +83,7 @@ class MatrixAssignment:
         # cut matrices that this replica owns, by the owner's shard
         self.cut_by_shard: list[list[Matrix]] = [[] for _ in range(world.shards)]
         # matrices of stacks that this rank owns
-        self.owned_whole: list[Matrix] = []
+        self.owned_whole = []
         # matrices that this shard has rows of, by the owner's replica
         self.by_replica: list[list[Matrix]] = [[] for _ in range(world.replicas)]
         for matrix in assign_owners(matrices_of(params), world):

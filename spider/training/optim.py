@@ -151,7 +151,9 @@ class Optimizers:
             raise ValueError(f"optimizer: {optimizer!r} is not one of {', '.join(OPTIMIZERS)}")
         self.sharding = sharding_of(model)
         self.tables = tables_of(model)
-        params = self.sharding.parameters(model)
+        # by name; of a sharded model, this rank's rows
+        own_rows = {param.name: param.local for param in self.sharding.params}
+        params = dict(model.named_parameters()) | own_rows
         kinds = kinds_of(model)
         matrices = [params[name] for name, kind in kinds.items() if kind.optimizer == "muon"]
         others = [params[name] for name, kind in kinds.items() if kind.optimizer == "adamw"]
@@ -234,7 +236,7 @@ class Muon(torch.optim.Optimizer):
         lr: float,
         momentum: float,
         weight_decay: float,
-        assignment: MatrixAssignment | None = None,
+        assignment: MatrixAssignment | None,
     ):
         """assignment: which rank orthogonalizes which matrix; None for one rank."""
         super().__init__(params, dict(lr=lr, momentum=momentum, weight_decay=weight_decay))
@@ -311,7 +313,7 @@ def batches_by_shape(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
     by_shape: dict[torch.Size, list[Tensor]] = {}
     for tensor in tensors:
         by_shape.setdefault(tensor.shape[-2:], []).append(tensor)
-    batches: list[list[Tensor]] = []
+    batches = []
     for alike in by_shape.values():
         size = max(1, MAX_BATCH_ELEMENTS // alike[0].numel())
         batches += [alike[first : first + size] for first in range(0, len(alike), size)]
@@ -492,8 +494,7 @@ def adamw_8bit_class(sharded: Sequence[ShardedParameter]) -> type[torch.optim.Op
     class AdamW8bit(bitsandbytes.optim.AdamW8bit):
         def make_state(self, p):
             """Make the state of a parameter; it does not depend on the settings of its group."""
-            group = self.param_groups[0] | dict(params=[p])
-            self.init_state(group, p, 0, 0)
+            self.init_state(self.param_groups[0] | dict(params=[p]), p, 0, 0)
 
         def get_config(self, gindex, pindex, group):
             p = group["params"][pindex]

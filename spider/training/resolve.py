@@ -17,14 +17,10 @@ from spider import machine
 from spider.config import MAX_INT, RECOMPUTE, SpiderConfig
 from spider.errors import UsageError, print_line
 from spider.model.memory import tables_of
-from spider.training import estimate
+from spider.training import estimate, fp8, optim, run, state
 from spider.training.checkpoint import FROM_SCRATCH, StartCheckpoint, check_weights
 from spider.training.distributed import World
-from spider.training.fp8 import describe_fp8
-from spider.training.optim import ENGRAM_TABLES, kinds_of
 from spider.training.plan import CommandLine, Plan, Recipe
-from spider.training.run import RunProgress
-from spider.training.state import on_meta
 from spider.vocabulary import VOCAB_SIZE
 from spider_model import Spider
 from tile_moe import KERNELS, has_grouped_kernel, resolve_backend
@@ -58,9 +54,9 @@ def resolve_plan(
     defaults = recipes[recipe]
     flags = with_recipe(command, defaults, start)
     config, requested = model_config(flags, recipe, start)
-    model = on_meta(model_class, config)
-    if start.path is not None and start.state is not None:
-        expected = model if requested == config else on_meta(model_class, requested)
+    model = state.on_meta(model_class, config)
+    if start.path is not None:
+        expected = model if requested == config else state.on_meta(model_class, requested)
         world.on_rank0(partial(check_weights, start.path, start.state, expected))
 
     if not tables_of(model):
@@ -100,7 +96,7 @@ def recipe_of(model: str, start: StartCheckpoint, device: torch.device) -> str:
     Without bf16, `1b` would take weeks on a GPU."""
     if model != "auto":
         return model
-    if recorded := (start.state or {}).get("recipe"):
+    if recorded := start.state.get("recipe"):
         return recorded
     is_small = device.type == "cpu" or machine.memory_of(device) < MEMORY_OF_1B
     return "tiny" if is_small or not machine.has_bf16(device) else "1b"
@@ -112,7 +108,7 @@ def with_recipe(command: CommandLine, recipe: Recipe, start: StartCheckpoint) ->
     defaults = dict(recipe.values)
     if "micro_batch" in given:  # then --grad_accum sets the bytes of a step
         defaults.pop("global_batch", None)
-    if start.state is not None:
+    if start.state:
         defaults["n_loops"] = start.state["n_loops"]
     if start.resumes and flags.minutes is not None:
         check_minutes(flags, start.flags)
@@ -146,7 +142,7 @@ def model_config(
     must have the same shapes. Raise UsageError for a bad name or value in --set."""
     try:
         fresh = SpiderConfig.preset(recipe).changed(flags.set or "")
-        if start.state is None:
+        if not start.state:
             config = replace(fresh, n_loops=flags.n_loops)
             return config, config
         saved = SpiderConfig.from_saved(start.state["cfg"])
@@ -227,8 +223,8 @@ def with_horizon(flags: "Flags", given: Set[str], recipe: Recipe, model: Spider)
     elif flags.target_param_data_ratio:
         parameters = sum(
             model.get_parameter(name).numel()
-            for name, kind in kinds_of(model).items()
-            if kind.component != ENGRAM_TABLES
+            for name, kind in optim.kinds_of(model).items()
+            if kind.component != optim.ENGRAM_TABLES
         )
         target = flags.target_param_data_ratio * parameters
     flags = replace(flags, target_tokens=max(1, math.ceil(min(target, MAX_INT))))
@@ -366,9 +362,9 @@ def horizon_warnings(
     epochs: the number of times that the run reads the source that it repeats most. rate_of: returns
     the learning rate of a step (from 0) as a fraction of the peak."""
     flags = plan.flags
-    warnings: list[str] = []
     if flags.mock_data:
-        return warnings
+        return []
+    warnings = []
     if epochs > MAX_EPOCHS:
         warnings.append(
             f"{epochs:,.0f} epochs memorize the data: use --target_tokens "
@@ -404,7 +400,7 @@ def horizon_warnings(
     return warnings
 
 
-def rise_warning(progress: RunProgress, rate: float) -> list[str]:
+def rise_warning(progress: run.RunProgress, rate: float) -> list[str]:
     """Return a warning if a run resumes at a much higher learning rate than before, or nothing.
 
     A horizon that is raised after the rate has decayed has this effect. rate: the rate of the last
@@ -430,7 +426,7 @@ def print_dry_run(
     flags = plan.flags
     estimate.print_tables(plan)
     if flags.precision == "fp8":
-        print(describe_fp8(plan.model, flags.fp8_experts))
+        print(fp8.describe_fp8(plan.model, flags.fp8_experts))
     needs, lacking = estimate.describe_needs(plan, world)
     for line in (*remarks, *needs):
         print_line(line)

@@ -167,7 +167,7 @@ def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
         return
     with open(path, "rb") as file:
         for line in file:
-            numbers: dict[str, Any] = {}
+            numbers = {}
             with suppress(Exception):  # such a line may cause any error
                 numbers = finite_or_none(json.loads(line))
             if numbers.get("step") is not None:
@@ -199,12 +199,6 @@ class Metrics:
         except OSError as fault:
             if not is_retry:
                 logger.error(f"METRICS NOT WRITTEN: {self.path}: {fault.strerror}; will retry")
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        self.file.close()
 
     def _write_pending(self):
         with self.lock:
@@ -321,11 +315,11 @@ class StopSignals:
 # wandb and the profiler
 
 
+@dataclass
 class WandbLogger:
     """Log to the wandb run of --run. If wandb fails, log that once, and continue without wandb."""
 
-    def __init__(self, wandb_run):
-        self.wandb_run = wandb_run  # None after a failure
+    wandb_run: Any  # None after a failure
 
     def log(self, metrics: Mapping, step: int):
         """Log a step's metrics."""

@@ -144,8 +144,7 @@ def copy_to_host(value: Any, earlier: Any, keeps: bool) -> Any:
     if isinstance(value, Tensor):
         if not keeps:
             return None
-        buffer = host_buffer(value.shape, value, earlier)
-        return buffer.copy_(value.detach(), non_blocking=True)
+        return host_buffer(value.shape, value, earlier).copy_(value.detach(), non_blocking=True)
     if isinstance(value, dict):
         copies = {}
         for key, entry in value.items():
@@ -157,7 +156,7 @@ def copy_to_host(value: Any, earlier: Any, keeps: bool) -> Any:
 
 def model_state(model: nn.Module) -> dict[str, Any]:
     """Return weights and buffers by name, sharded weights as ShardedRows."""
-    weights: dict[str, Any] = model.state_dict()
+    weights = model.state_dict()
     for param in sharding_of(model).params:
         weights[param.name] = ShardedRows(param.local, param.bounds)
     return weights
@@ -165,7 +164,7 @@ def model_state(model: nn.Module) -> dict[str, Any]:
 
 def optimizer_states(sharding: Sharding, optimizers: Mapping[str, Optimizer]) -> dict[str, Any]:
     """Return the state of each optimizer by name, sharded tensors as ShardedRows."""
-    states: dict[str, Any] = {name: one.state_dict() for name, one in optimizers.items()}
+    states = {name: one.state_dict() for name, one in optimizers.items()}
     by_local = {param.local: param for param in sharding.params}
     for name, optimizer in optimizers.items():
         params = parameters_of(optimizer)

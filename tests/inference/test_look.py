@@ -119,8 +119,7 @@ def test_long_text_is_read_in_windows_overlapping_by_half(monkeypatch, changes):
         start = max(0, begin - 32)  # half a window of context
         window = torch.tensor([ids[start : start + 64]])
         log_p = model(window, n_loops=3).logits[0].log_softmax(-1) / math.log(2)
-        scored = range(begin, min(start + 64, 300))
-        bits += [-log_p[i - start, ids[i + 1]].item() for i in scored]
+        bits += [-log_p[i - start, ids[i + 1]].item() for i in range(begin, min(start + 64, 300))]
     assert analysis.bits == pytest.approx(bits, rel=1e-9)
     record = analysis.record
     assert sum(map(len, record.rows["1, learned"])) == 301
@@ -167,8 +166,7 @@ def test_show_takes_a_file_stdin_or_a_literal_text(tmp_path, monkeypatch):
     path.write_bytes(b"x" * 1024)
     assert look.read_text_argument(str(path)) == (b"x" * 1024, "text")
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"x" * 1025)))
-    name = "the first 1,024 bytes of standard input"
-    assert look.read_text_argument("-") == (b"x" * 1024, name)
+    assert look.read_text_argument("-") == (b"x" * 1024, "the first 1,024 bytes of standard input")
 
 
 # --------------------------------------------------------------------------------------------------

@@ -106,8 +106,7 @@ def test_input_begins_a_document_after_eos_and_follows_a_line_break_or_stop_text
     monkeypatch.setattr(Sampler, "read", record_ids)
     columns = [[byte] for byte in answer]
     monkeypatch.setattr(Spider, "generate_batch", lambda *_, **__: iter(columns))
-    printed = dialogue(model, ["ab", "c", ""], (b"xy",))
-    assert printed == 3 * [answer.removesuffix(b"xy")]
+    assert dialogue(model, ["ab", "c", ""], (b"xy",)) == 3 * [answer.removesuffix(b"xy")]
     assert fed == [[BOS_ID, *b"ab"], [*before_c, *b"c"], [*before_nothing]]
 
 

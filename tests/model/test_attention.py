@@ -56,8 +56,7 @@ def test_preceding_tokens_stay_in_the_document_nearest_last():
     cu_seqlens = torch.tensor((0, 3, 5), dtype=torch.int32)
     packing = Packing.build(cu_seqlens, 5, 3, small_config(), torch.float32)
     x = torch.tensor((1, 2, 3, 4, 5))[:, None]
-    before = tokens_before(x, packing, 2)
-    assert before[:, 0].tolist() == [[0, 0], [0, 1], [1, 2], [0, 0], [0, 4]]
+    assert tokens_before(x, packing, 2)[:, 0].tolist() == [[0, 0], [0, 1], [1, 2], [0, 0], [0, 4]]
 
 
 @pytest.mark.parametrize("window", (0, 1, 3, 8))

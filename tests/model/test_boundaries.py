@@ -6,9 +6,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from conftest import awake, documents, gradients, small_config, text
-from spider.model import boundaries
+from spider.model import boundaries, segments
 from spider.model.boundaries import N_BINS, SurprisePredictor
-from spider.model.segments import last_boundary
 from spider_model import Spider
 from tokenizer import BOS_ID, EOS_ID, PAD_ID
 
@@ -164,7 +163,7 @@ def test_gain_is_the_loss_change_from_unpooling_the_previous_segment(
         def moved(self, z, null, b, *given, back=0):
             whole = unpool(self, z, null, b, *given, back=back)
             earlier = unpool(self, z, null, b, *given, back=1)
-            return whole + step * (last_boundary(b) == end)[:, None] * (whole - earlier)
+            return whole + step * (segments.last_boundary(b) == end)[:, None] * (whole - earlier)
 
         with monkeypatch.context() as patch, torch.no_grad():
             patch.setattr(Spider, "unpool", moved)

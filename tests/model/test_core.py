@@ -69,8 +69,7 @@ def test_act_weights_are_p_then_the_remainder_at_the_threshold():
     weights = torch.tensor([[0.2, 0.3, 0.5], [1, 0, 0], [0.5, 0.5, 0], [0.5, 0.5, 0]])
     halting = Halting(torch.full((4,), 1 / 4), 0.75, drop_halted=False)
     for loop in range(3):
-        state = F.one_hot(torch.full((4,), loop), 3).float()
-        halting.add(state, p[:, loop], last=loop == 2)
+        halting.add(F.one_hot(torch.full((4,), loop), 3).float(), p[:, loop], last=loop == 2)
     torch.testing.assert_close(halting.output_ND, weights)
     torch.testing.assert_close(halting.loops, torch.tensor((3 + 1 + 2 + 2) / 4))
     torch.testing.assert_close(halting.ponder, torch.tensor((3.5 + 2 + 2.5 + 2.5) / 4))

@@ -18,8 +18,7 @@ LOOPS = 5  # more than the models' n_loops=3
 
 def halting_model(**changes) -> Spider:
     """Make a model in evaluation mode whose segments halt after different numbers of loops."""
-    config = small_config(**(dict(n_loops=3) | changes))
-    model = awake(config, dtype=torch.float64).eval()
+    model = awake(small_config(**(dict(n_loops=3) | changes)), dtype=torch.float64).eval()
     if model.core is not None and model.core.halt_predictor is not None:
         with torch.no_grad():
             model.core.halt_predictor.weight.mul_(100)
@@ -42,8 +41,7 @@ def sequences_of_documents() -> torch.Tensor:
 def step_logits(model: Spider, sequences: torch.Tensor, ends: list[int]) -> torch.Tensor:
     """Feed sequences in steps that end before the bytes `ends`; return the logits of all bytes."""
     state = model.decoding_state(len(sequences), LOOPS)
-    steps = sequences.tensor_split(ends, dim=1)
-    return torch.cat([model.step(ids, state) for ids in steps], dim=1)
+    return torch.cat([model.step(ids, state) for ids in sequences.tensor_split(ends, dim=1)], dim=1)
 
 
 @torch.no_grad()

@@ -9,8 +9,7 @@ from torch import nn
 from conftest import on_meta, small_config
 from spider.config import PRESETS, SpiderConfig
 from spider.model.layers import Linear
-from spider.training import estimate
-from spider.training.optim import KINDS, kinds_of
+from spider.training import estimate, optim
 from spider_model import Block, Spider
 
 CONFIGS = {name: SpiderConfig.preset(name) for name in PRESETS} | {
@@ -34,7 +33,7 @@ def test_every_parameter_has_a_row_in_kinds_and_every_row_a_parameter():
     used = set()
     by_adamw = set()
     for model in map(on_meta, CONFIGS.values()):
-        kinds = kinds_of(model)
+        kinds = optim.kinds_of(model)
         assert kinds.keys() == dict(model.named_parameters()).keys()
         for path, kind in kinds.items():
             used.add(kind.pattern)
@@ -43,15 +42,14 @@ def test_every_parameter_has_a_row_in_kinds_and_every_row_a_parameter():
             else:
                 assert kind.optimizer == ("adagrad" if "table" in path else "muon"), path
             assert kind.rate == (1 / 8 if "regression" in path else 1), path
-    assert used == {kind.pattern for kind in KINDS[:-1]}
+    assert used == {kind.pattern for kind in optim.KINDS[:-1]}
     assert by_adamw == {*BY_ADAMW}
 
 
 @pytest.mark.parametrize("preset", ("1b", "original"))
 def test_1b_and_original_have_the_designed_parameters_and_flops(preset):
     model = on_meta(SpiderConfig.preset(preset))
-    table = estimate.parameter_table(model)
-    total = sum(count for count, _ in table.values())
+    total = sum(count for count, _ in estimate.parameter_table(model).values())
     assert total == sum(p.numel() for p in model.parameters())
     assert abs(total / 996e6 - 1) < 0.005
     assert abs(estimate.flops_per_byte(model, 10 / 3, 6, 256) / 2.0e9 - 1) < 0.1

@@ -24,14 +24,13 @@ import tile_moe
 import train
 from data import Batch
 from rehearsal.peaks import MODELS
+from spider.training import distributed, optim
 from spider.training import resolve as plans
-from spider.training.distributed import World
-from spider.training.optim import Optimizers
 from spider.training.plan import Plan
 from spider_model import Spider
 
 DEVICE = torch.device("cuda")
-WORLD = World({})
+WORLD = distributed.World({})
 WORLD.device = DEVICE
 WORLD.all = bool
 PROCESSORS = {80: 108, 89: 128, 90: 132, 100: 148, 120: 188}  # A100, RTX 4090, H100, B200, RTX 6000
@@ -94,7 +93,7 @@ def resolve_plan(model: str, *flags: str) -> Plan:
     return plans.resolve_plan(command, train.RECIPES, WORLD)
 
 
-def build(plan: Plan, compiled: bool = False) -> tuple[Spider, Optimizers]:
+def build(plan: Plan, compiled: bool = False) -> tuple[Spider, optim.Optimizers]:
     """Build a plan's model and optimizers as train.py does."""
 
     def absent(config) -> Spider:
@@ -129,7 +128,7 @@ def batch_of(plan: Plan, documents: int, max_seqlen: int | None = None) -> Batch
 def step(
     plan: Plan,
     model: nn.Module,
-    optimizers: Optimizers,
+    optimizers: optim.Optimizers,
     documents: int,
     max_seqlen: int | None = None,
     **settings: float,

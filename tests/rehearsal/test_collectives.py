@@ -19,10 +19,8 @@ import train
 from collectives import Collective, CollectiveRecorder, disagreements
 from rehearsal import gpu
 from rehearsal.refusals import Watch, tensors
+from spider.training import resolve, run, state
 from spider.training.distributed import World
-from spider.training.resolve import resolve_plan
-from spider.training.run import StopSignals
-from spider.training.state import copy_to_host, load_model, model_state
 
 pytestmark = pytest.mark.rehearsal
 
@@ -107,7 +105,9 @@ def test_nccl_accepts_the_collectives_of_all_ranks(ranks, shards, flags):
     saved = None  # the first rank's checkpoint
     with FakeTensorMode(), WatchFake(700) as watch:
         with joined(0, ranks, shards) as (gpu.WORLD, calls):
-            plan = resolve_plan(train.parse_args(words, environ={}), train.RECIPES, gpu.WORLD)
+            plan = resolve.resolve_plan(
+                train.parse_args(words, environ={}), train.RECIPES, gpu.WORLD
+            )
             gpu.WORLD.on_rank0(lambda: "result")
         assert not faults_of(calls)
         for rank in range(ranks):
@@ -116,14 +116,14 @@ def test_nccl_accepts_the_collectives_of_all_ranks(ranks, shards, flags):
                 batches = [gpu.batch_of(plan, documents=20) for _ in range(plan.flags.grad_accum)]
                 watch.waits.clear()
                 now = train.StepSettings(plan.flags.n_loops)
-                train.train_step(model, optimizers, batches, now, stop=StopSignals(ranks))
+                train.train_step(model, optimizers, batches, now, stop=run.StopSignals(ranks))
                 assert len(watch.waits) == plan.flags.grad_accum + 1, watch.waits
-                whole = dict(model=model_state(model), optimizers=optimizers.state_dict())
-                copied = copy_to_host(whole, None, gpu.WORLD.is_rank0)
+                whole = dict(model=state.model_state(model), optimizers=optimizers.state_dict())
+                copied = state.copy_to_host(whole, None, gpu.WORLD.is_rank0)
                 saved = saved or copied
                 # the fake group sends no objects, so every rank reads the checkpoint
                 World.on_rank0 = lambda world, work, for_others=None: work()
-                load_model(model, saved["model"])
+                state.load_model(model, saved["model"])
                 optimizers.load_state_dict(saved["optimizers"])
                 train.evaluate(
                     model, {"": (batches[0].ids, batches[0].ids)}, 3, plan.flags.n_loops, gpu.WORLD

@@ -27,10 +27,9 @@ from conftest import (
 from spider.errors import CheckpointError
 from spider.files import locked
 from spider.machine import start_log
+from spider.training import distributed, state
 from spider.training.checkpoint import CheckpointWriter, best_checkpoint, load_checkpoint
-from spider.training.distributed import World
 from spider.training.run import Metrics
-from spider.training.state import NESTED
 
 NO_EVAL = "--eval_every 0"
 
@@ -219,7 +218,7 @@ def test_crafted_checkpoint_is_refused_in_one_line(
         saved=saved,
         weights=saved["model_state_dict"],
         by_param=by_param,
-        values=by_param[0][NESTED],
+        values=by_param[0][state.NESTED],
     )
     exec(statement.strip(), globals() | names)
     crafted = tmp_path / "crafted.pt"
@@ -296,7 +295,7 @@ def test_changed_model_is_refused_with_the_differing_fields(
 
 
 def writer_in(directory) -> CheckpointWriter:
-    return CheckpointWriter(directory, keep_last=2, keep_best=False, world=World({}))
+    return CheckpointWriter(directory, keep_last=2, keep_best=False, world=distributed.World({}))
 
 
 def save(writer, step, **more):

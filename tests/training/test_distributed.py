@@ -128,8 +128,7 @@ def test_single_process_reads_each_batch_when_due():
             read.append(number)
             yield number
 
-    distributed = World({}).distribute(batches())
-    assert next(distributed) == (0, 1)
+    assert next(World({}).distribute(batches())) == (0, 1)
     assert read == [0]
 
 
@@ -387,6 +386,5 @@ def test_all_ranks_refuse_an_unusable_optimizer_state_in_one_line(
     values["exp_avg"] = values["exp_avg"].to_sparse()
     crafted = tmp_path / "crafted.pt"
     torch.save(state, crafted)
-    argv = argv_of(flags, "--resume", crafted, steps=2)
-    (line,) = last_lines(run_on(2, argv, status=2))
+    (line,) = last_lines(run_on(2, argv_of(flags, "--resume", crafted, steps=2), status=2))
     assert "error: " in line

@@ -281,8 +281,7 @@ def test_dry_run_times_mid_run_steps_and_writes_nothing(
     monkeypatch.setattr(train.time, "perf_counter", partial(next, count(0, 0.5)))
     before = contents(shards)
     train_small("--dry_run --grad_accum 2 --target_tokens 12800")
-    shown = capsys.readouterr().out
-    assert "run: 6 steps of 128 bytes, 0:00:03 at 256 bytes/s, as timed" in shown
+    assert "run: 6 steps of 128 bytes, 0:00:03 at 256 bytes/s, as timed" in capsys.readouterr().out
     noise = [train.step_seed(0, step, "noise") for step in range(50, 55)]
     dropout = steps[0][0]
     assert 0.4 < dropout <= 0.5

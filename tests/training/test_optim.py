@@ -12,8 +12,7 @@ from conftest import awake, has_lookups, lookups_of, small_config, text
 from data import Batch
 from jobs import run_ranks
 from spider.model.memory import EngramTable, tables_of
-from spider.training.distributed import ShardedParameter
-from spider.training.muon_ranks import MatrixAssignment
+from spider.training import distributed, muon_ranks
 from spider.training.optim import Optimizers, RowwiseAdagrad, kinds_of
 from train import StepSettings, accumulate, train_step
 
@@ -61,8 +60,8 @@ def test_muon_leaves_idle_experts_and_unused_loop_adapters_unchanged(backend, dt
 
 def orthogonalize_the_only_matrix(world):
     rows = torch.arange(64.0).view(4, 16).bfloat16() + 64 * world.shard
-    half = ShardedParameter("only", SimpleNamespace(shape=(8, 16)), rows, [0, 4, 8])
-    assignment = MatrixAssignment(world, [half])
+    half = distributed.ShardedParameter("only", SimpleNamespace(shape=(8, 16)), rows, [0, 4, 8])
+    assignment = muon_ranks.MatrixAssignment(world, [half])
     (update,) = assignment.map(lambda wholes: [2 * whole for whole in wholes], [rows[None]])
     assert torch.equal(update, rows[None] * 2)
 

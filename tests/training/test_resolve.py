@@ -13,9 +13,8 @@ from preparing import source
 from spider import machine
 from spider.config import SpiderConfig
 from spider.errors import UsageError
-from spider.training import resolve
+from spider.training import plan, resolve
 from spider.training.checkpoint import FROM_SCRATCH, StartCheckpoint
-from spider.training.plan import CommandLine
 from spider.training.resolve import (
     horizon_warnings,
     splits_of,
@@ -35,7 +34,7 @@ def start(resumes=True, config=TINY, **state) -> StartCheckpoint:
     return StartCheckpoint("run/spider-step5.pt", saved, resumes)
 
 
-def command(text: str) -> CommandLine:
+def command(text: str) -> plan.CommandLine:
     return parse_args(text.split(), {})
 
 
@@ -283,8 +282,7 @@ def test_a_run_fits_its_evaluations_into_its_minutes():
     seldom = "--eval_every 50000"
     assert fitted(10, f"--eval_tokens 1e6 {seldom}")[2] == 1_000_000
     # 600,000 / 5,000 evaluations; one at the end; none
-    often = "--eval_tokens 1000 --eval_every 50"
-    assert fitted(10, often) == (560_000, 50, 1000)
+    assert fitted(10, "--eval_tokens 1000 --eval_every 50") == (560_000, 50, 1000)
     assert fitted(10, f"--eval_tokens 1000 {seldom}")[0] == 599_667
     assert fitted(1, "--eval_every 0")[0] == 60_000
     assert fitted(1e-5, "--eval_every 0")[0] == 100  # a step

@@ -44,8 +44,7 @@ def model_that_fits(most: int) -> type[Spider]:
 def log_of(new_log, argv, most: int) -> list[str]:
     """Run train.py; return the log lines, without their time, on micro-batches that do not fit."""
     assert train.command_line(argv, model_that_fits(most)) == 0
-    lines = new_log().splitlines()
-    return [line.partition(" ")[2] for line in lines if "needs at least" in line]
+    return [line.partition(" ")[2] for line in new_log().splitlines() if "needs at least" in line]
 
 
 @pytest.mark.parametrize(
@@ -75,8 +74,7 @@ def test_micro_batch_is_halved_until_it_fits_at_equal_bytes_per_step(
 
     # The resumed run keeps a micro-batch that was chosen, and retries one that was given.
     argv += ["--max_steps", "6"]
-    again = log_of(new_log, argv, most)
-    assert again == ([] if "global" in batch else lines)
+    assert log_of(new_log, argv, most) == ([] if "global" in batch else lines)
     assert final_state(tmp_path / "run")["flags"] == state["flags"]
     assert len(metrics(tmp_path / "run")) == 6
 
