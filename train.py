@@ -1169,8 +1169,7 @@ def main(
             profiler = start_profiler(directory, closing)
         # Opened last: a signal before this line leaves the file as it is.
         first_line = progress.step if progress.metrics else progress.step + 1
-        metrics_file = Metrics(directory / "metrics.jsonl", first_line)
-        closing.callback(metrics_file.file.close)
+        metrics_file = closing.enter_context(Metrics(directory / "metrics.jsonl", first_line))
         # A signal skips the last curves: there may be time only to save.
         closing.callback(stop.may_interrupt, partial(write_curves, directory, ends=True))
     closing.callback(writer.thread.shutdown)  # runs before the file closes, which the thread syncs
@@ -1195,7 +1194,7 @@ def main(
                 found = stop.may_interrupt(evaluate_now)
                 if found is not None:
                     progress.record_evaluation(found, counts=step % flags.eval_every == 0)
-                    writer.saved_step = step - 1  # a resumed checkpoint lacks the evaluation
+                    writer.mark_unsaved(step)  # a resumed checkpoint lacks the evaluation
 
             # Every step: its line of metrics.jsonl, and wandb
             if metrics_file:

@@ -518,6 +518,10 @@ class CheckpointWriter:
         in_loop = time.perf_counter() - began
         self.writing = self.thread.submit(self._write, self.host_copy, sync_metrics, in_loop)
 
+    def mark_unsaved(self, step: int):
+        """Mark the state of a step as changed, so that it is saved again."""
+        self.saved_step = step - 1
+
     def holds(self, step: int) -> bool:
         """Wait for the current write. Return whether the state of a step is saved. Every rank calls
         this."""

@@ -189,6 +189,12 @@ class Metrics:
         self.lock = threading.Lock()  # the thread that saves checkpoints calls sync
         self.file = open(path, "ab", 0)
 
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.file.close()
+
     def write(self, numbers: Mapping):
         """Write the line of a step; non-finite numbers become null."""
         with self.lock:

@@ -170,22 +170,23 @@ def test_nonfinite_validation_loss_is_never_the_best():
 
 def test_lines_lost_to_a_full_disk_are_written_later_in_order(tmp_path, new_log):
     machine.start_log()
-    lines = Metrics(tmp_path / "metrics.jsonl", 0)
-    real = lines.file
+    with Metrics(tmp_path / "metrics.jsonl", 0) as lines:
+        real = lines.file
 
-    def write(pending):
-        assert lines.lock.locked()  # the checkpoint thread writes, too
-        return real.write(pending[:9])
+        def write(pending):
+            assert lines.lock.locked()  # the checkpoint thread writes, too
+            return real.write(pending[:9])
 
-    nearly_full = SimpleNamespace(write=write)
-    for step in range(6):
-        full = open("/dev/full", "wb", buffering=0)
-        lines.file = full if step in (0, 2, 3, 5) else nearly_full
-        lines.write(dict(step=step, loss=math.nan if step % 2 else None))
-    with pytest.raises(OSError, match="No space left"):
-        lines.sync()  # raises, so that no checkpoint is saved without the lines before it
-    lines.file = real
-    lines.sync()
+        nearly_full = SimpleNamespace(write=write)
+        for step in range(6):
+            full = open("/dev/full", "wb", buffering=0)
+            lines.file = full if step in (0, 2, 3, 5) else nearly_full
+            lines.write(dict(step=step, loss=math.nan if step % 2 else None))
+        with pytest.raises(OSError, match="No space left"):
+            lines.sync()  # raises, so that no checkpoint is saved without the lines before it
+        lines.file = real
+        lines.sync()
+    assert real.closed
     assert new_log().count("METRICS NOT WRITTEN") == 3  # once per outage: steps 0, 2 and 5
     assert metrics(tmp_path) == [dict(step=step, loss=None) for step in range(6)]
 
