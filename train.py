@@ -5,8 +5,8 @@
     torchrun --standalone --nproc_per_node 8 train.py --data_dir data --shards 8  # several GPUs
 
 The same command resumes from the newest checkpoint in --ckpt_dir. All randomness is a function of
-(--seed, step), so an interrupted run ends exactly like an uninterrupted run. --model selects a
-recipe, which sets the defaults of other flags (RECIPES in train.py); --dry_run shows them.
+(--seed, step), so an interrupted run ends like an uninterrupted run. --model selects a recipe,
+which sets the defaults of other flags (RECIPES in train.py); --dry_run shows them.
 """
 
 # From top to bottom: flags -> recipes -> schedule -> model and optimizers -> one optimizer step ->
@@ -359,7 +359,7 @@ UNRECORDED = """
 # Flags that an environment variable also sets; its name is the flag's in capitals
 ENVIRONMENT = "data_dir target_tokens n_loops seq_len micro_batch grad_accum lr ckpt_every".split()
 
-# Mutually exclusive flags: the source of higher precedence drops the others.
+# Mutually exclusive flags: only those from the source of highest precedence count.
 HORIZONS = ("target_tokens", "minutes", "target_flops", "target_param_data_ratio")
 ALTERNATIVES = (HORIZONS, ("grad_accum", "global_batch"), ("data_dir", "mock_data", "text"))
 
@@ -443,12 +443,12 @@ def remaining(weaker: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
 
 
 def default_ckpt_dir(flags: Flags) -> str:
-    """Return the default of --ckpt_dir.
+    """Return the default of --ckpt_dir: `checkpoints`, to which these flags add a directory each.
 
-    --mock_data                          checkpoints/mock
-    --text PATH                          checkpoints/NAME
-    --resume RUN/... --reset_steps       .../from-RUN or .../from-RUN-spider-stepN
-    else                                 checkpoints
+    --mock_data                                   mock
+    --text PATH                                   NAME
+    --resume RUN --reset_steps                    from-RUN
+    --resume RUN/spider-stepN.pt --reset_steps    from-RUN-spider-stepN
     """
     directory = flags.ckpt_dir
     if flags.mock_data:
@@ -516,7 +516,7 @@ def fitted_warmup(flags: Flags, config: SpiderConfig) -> int:
 
 
 def ten_evaluations(flags: Flags, config: SpiderConfig) -> int:
-    """Return the steps between evaluations if a run has ten; with_evaluations limits their cost."""
+    """Return the steps between ten evaluations of a run; with_evaluations limits what they cost."""
     return max(1, math.ceil(steps_of(flags) / 10))
 
 
@@ -567,7 +567,9 @@ class StepSettings(NamedTuple):
 def settings_of_step(
     flags: Flags, loader: Loader, progress: RunProgress, horizon: int
 ) -> StepSettings:
-    """Return the settings of the next step. horizon: the schedule's last step."""
+    """Return the settings of the next step.
+
+    horizon: steps done plus steps left at the present batch size."""
     step = progress.step
     first = progress.next_sequence(flags.seq_len)
     begins_epoch = loader.epoch(first) > progress.epoch
@@ -615,8 +617,8 @@ def clears_tables(flags: Flags, loader: Loader, first: int) -> bool:
 
 
 def dropout_at(flags: Flags, loader: Loader, first: int) -> float:
-    """Return the dropout of the step that begins at sequence `first`: it grows from 0 to --dropout
-    over DROPOUT_EPOCHS. A mixture uses the weighted mean over its sources."""
+    """Return the dropout of the step that begins at sequence `first`: 0 in the first epoch, then
+    growing to --dropout over DROPOUT_EPOCHS. A mixture uses the weighted mean over its sources."""
     grown = (loader.epochs(first) / DROPOUT_EPOCHS).clip(max=1)
     return flags.dropout * float(loader.share @ grown)
 
@@ -702,8 +704,8 @@ SPARE = 0.1
 
 
 def proves_memory(world: World) -> bool:
-    """Return whether the warm-up tests that a step fits: on one GPU. Several ranks would have to
-    agree on the outcome."""
+    """Return whether the warm-up tests that a step fits: only on one GPU, since several ranks would
+    have to agree on the outcome."""
     return world.device.type == "cuda" and world.ranks == 1
 
 
@@ -773,7 +775,7 @@ def accumulate(model: Spider, batches: list[Batch], now: StepSettings) -> dict[s
     Return sums over the micro-steps of this rank: loss (nats), total_loss, segments, mean_loops,
     the other loss terms, n_bytes, tokens_per_expert [L, E] (L: layers with experts), and
     boundary_counts (Spider.update_boundaries).
-    Wait for the device once per micro-step, for the number of segments."""
+    The host waits for the device once per micro-step, for the number of segments."""
     sharding = sharding_of(model)
     passes = len(batches) * sharding.ranks
     targets = sum(batch.targets for batch in batches)
@@ -1199,7 +1201,7 @@ def main(
         is_last = step >= last_step
 
         if progress.metrics:  # a step was made, now or before the run resumed
-            # Once in a while: evaluate. A signal interrupts the evaluation.
+            # Once in a while: evaluate. A signal interrupts the evaluation, but not its recording.
             evaluates = flags.eval_every and (is_last or step % flags.eval_every == 0)
             if evaluates and progress.val_loss is None:
                 if is_last and step > writer.saved_step:
