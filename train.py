@@ -396,18 +396,18 @@ def parse_args(
         print_help([word for word in words if word not in HELP], environ)
     parser = flag_parser()
     given = vars(parser.parse_args(words))
-    of_environ: dict[str, Any] = {}
+    from_environ: dict[str, Any] = {}
     for name in ENVIRONMENT:
         text = environ.get(name.upper())
         if name not in given and text:
             word = f"--{name}={text}"
-            of_environ |= parse_words(parser, f"{name.upper()}={text}", [word])
-    of_file: dict[str, Any] = {}
+            from_environ |= parse_words(parser, f"{name.upper()}={text}", [word])
+    from_file: dict[str, Any] = {}
     if "config" in given:
         path = given["config"]
-        of_file = parse_words(parser, f"--config: {path}", read_toml(path))
+        from_file = parse_words(parser, f"--config: {path}", read_toml(path))
     inherited: dict[str, dict[str, Any]] = {}
-    for source, values in {"environment": of_environ, "--config": of_file}.items():
+    for source, values in {"environment": from_environ, "--config": from_file}.items():
         inherited[source] = remaining(values, given)
         given |= inherited[source]
     horizons = [name for name in HORIZONS if name in given]
@@ -732,9 +732,9 @@ def fit_micro_batch(
         machine.reset_peak_memory(world.device)
         try:
             warm_up(model, plan, batch.to(world.device))
-            of_step = estimate.table_gradients(model, plan.step_bytes)
-            of_passes = estimate.table_gradients(model, 2 * batch.ids.numel())
-            gradients_to_come = max(0.0, of_step - of_passes)
+            in_step = estimate.table_gradients(model, plan.step_bytes)
+            in_passes = estimate.table_gradients(model, 2 * batch.ids.numel())
+            gradients_to_come = max(0.0, in_step - in_passes)
             taken = 1e9 * machine.peak_memory(world.device) + state_to_come + gradients_to_come
         except RuntimeError as fault:
             if not (can_halve and machine.is_out_of_memory(fault)):
@@ -782,8 +782,8 @@ def accumulate(model: Spider, batches: list[Batch], now: StepSettings) -> dict[s
     all_targets: Tensor | int = max(1, targets)
     if isinstance(sharding, Sharded):  # summed on the device: the host does not need the sum
         world = sharding.world
-        of_rank = torch.full((), targets, dtype=torch.float64, device=world.device)
-        all_targets = world.sum(of_rank).clamp_min(1)
+        rank_targets = torch.full((), targets, dtype=torch.float64, device=world.device)
+        all_targets = world.sum(rank_targets).clamp_min(1)
     sums: dict[str, Tensor] = {}
     # Loss terms that are means over bytes (byte_loss) are weighted by the batch's fraction of the
     # step's targets. So all bytes have equal weight, however many labels are PAD. The other terms
@@ -871,9 +871,9 @@ def reduce_numbers(
 ) -> StepNumbers:
     """Sum the numbers of a step over ranks in one all-reduce, and copy them to the host, which
     needs them before the update. After the passes, the step waits for the device only here."""
-    of_rank = sums | dict(votes=on_device(vote, sums["loss"]))
-    total_norm, packed = optimizers.sharding.all_reduce_step(optimizers.dense, pack(of_rank))
-    totals = unpack(packed, of_rank)
+    rank_sums = sums | dict(votes=on_device(vote, sums["loss"]))
+    total_norm, packed = optimizers.sharding.all_reduce_step(optimizers.dense, pack(rank_sums))
+    totals = unpack(packed, rank_sums)
     tokens = totals.pop("tokens_per_expert")
     boundary_counts = totals.pop("boundary_counts")
     balance = tokens.new_ones(1)
@@ -965,9 +965,9 @@ def evaluate(
         f"{total.targets:,} bytes"
     )
     if len(by_source) > 1:
-        for name, of_source in by_source.items():
-            results[f"val_bpb/{name}"] = of_source.bits_per_byte
-            logger.info(f"validation of {name}: bpb {of_source.bits_per_byte:.4f}")
+        for name, source_total in by_source.items():
+            results[f"val_bpb/{name}"] = source_total.bits_per_byte
+            logger.info(f"validation of {name}: bpb {source_total.bits_per_byte:.4f}")
     return results
 
 
@@ -1089,21 +1089,23 @@ def main(
     `closing` closes all resources."""
     # ----------------------------------------------------------------------------------------------
     # Process, ranks, data
-    asked = command.flags
-    directory = Path(asked.ckpt_dir)
+    requested = command.flags
+    directory = Path(requested.ckpt_dir)
     machine.start_log("INFO" if world.is_rank0 else "ERROR")
-    device = machine.resolve_device(asked.device)
-    machine.configure_torch(device, asked.deterministic)
-    world.join(device, asked.shards, asked.rank_timeout)
-    sources = open_sources(asked, world)
+    device = machine.resolve_device(requested.device)
+    machine.configure_torch(device, requested.deterministic)
+    world.join(device, requested.shards, requested.rank_timeout)
+    sources = open_sources(requested, world)
     held_out = sum(len(source.val) for source in sources)
 
     # ----------------------------------------------------------------------------------------------
     # Checkpoint, plan, position in the run
-    start = world.on_rank0(partial(open_directory, asked, closing), StartCheckpoint.without_tensors)
+    start = world.on_rank0(
+        partial(open_directory, requested, closing), StartCheckpoint.without_tensors
+    )
     plan = resolve_plan(command, RECIPES, world, start, model_class, held_out)
     loader = Loader(sources, plan.flags.seq_len, plan.flags.seed)
-    if asked.minutes and not start.resumes:
+    if requested.minutes and not start.resumes:
         if world.ranks > 1:
             raise UsageError("--minutes times steps on one process: use --target_tokens")
         plan = with_minutes(plan, held_out, time_steps(plan, world, loader))
@@ -1118,7 +1120,7 @@ def main(
     rate_of = partial(lr_factor, horizon=horizon, flags=plan.flags)
     epochs = epochs_in(plan.flags.target_tokens, loader).max()
     warnings = horizon_warnings(plan, epochs, horizon, rate_of)
-    if asked.dry_run:
+    if requested.dry_run:
         if not world.is_rank0:
             return 0
         remarks += describe_recipe(plan)
@@ -1147,7 +1149,7 @@ def main(
     optimizers = optimizers_of(plan.flags, model)
     restore(start, plan, model, optimizers, progress, changed)
     resumes_in_place = start.is_in(plan.flags.ckpt_dir)
-    has_others_weights = start.path is not None and not start.resumes
+    starts_from_weights = start.path is not None and not start.resumes
     del start  # free the checkpoint's tensors before the warm-up measures memory
     # The last step's rate, which a checkpoint records even if only its evaluation is left
     last_rate = rate_of(max(0, progress.step - 1))
@@ -1171,7 +1173,7 @@ def main(
         logger.warning(line)
     rows = max(flags.micro_batch, EVAL_BYTES // flags.seq_len)
     evaluate_now = partial(evaluate, model, validation, rows, flags.n_loops, world)
-    if has_others_weights and validation:
+    if starts_from_weights and validation:
         logger.info("before the first step:")
         evaluate_now()  # only logged: step 0 is never saved, so its loss is no best_loss
     log = StepLog(plan, progress, last_step)
@@ -1315,12 +1317,12 @@ def command_line(argv: list[str] | None = None, model_class: type[Spider] = Spid
                 with machine.memory_advice(LESS_MEMORY), ExitStack() as closing:
                     status = main(parse_args(argv), world, stop, closing, model_class)
                     sys.stdout.flush()
-            except Stopped as where:
+            except Stopped as stopped:
                 number = stop.agreed or stop.asked
                 assert number is not None  # a signal raised Stopped
                 status = 128 + number
                 if world.is_rank0:
-                    errors.print_error("train.py", f"{number.name}: {where}")
+                    errors.print_error("train.py", f"{number.name}: {stopped}")
                 if not stop.agreed:  # before the first step, other ranks may be in a collective
                     return status
             except Diverged:  # on all ranks, after the same step

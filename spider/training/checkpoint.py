@@ -122,8 +122,8 @@ def error_number(fault: Exception) -> int:
         return errno.ENOMEM
     if isinstance(fault, OSError):
         return fault.errno or 0
-    of_torch = re.search(r"\((\d+)\)$", str(fault))  # torch's own errors end with the errno
-    return int(of_torch[1]) if of_torch else 0
+    torch_number = re.search(r"\((\d+)\)$", str(fault))  # torch's own errors end with the errno
+    return int(torch_number[1]) if torch_number else 0
 
 
 # --------------------------------------------------------------------------------------------------

@@ -154,10 +154,10 @@ def estimate_memory(plan: Plan, world: World) -> dict[str, float]:
         casts -= sum(model.get_parameter(name).numel() for name in weights_in_fp8(model))
 
     gradients: float = state.dense
-    of_tables = table_gradients(model, n_bytes * flags.grad_accum)
+    table_grads = table_gradients(model, n_bytes * flags.grad_accum)
     gathered = 0
     if world.ranks > 1:  # see shard_model; tables and their gradients are not sharded
-        of_tables = state.tables
+        table_grads = state.tables
         gathered = state.dense
         if flags.grad_accum == 1:
             gradients /= world.shards
@@ -167,13 +167,13 @@ def estimate_memory(plan: Plan, world: World) -> dict[str, float]:
                 )
     elif flags.grad_accum == 1:
         # Gradients take the place of activations; with several micro-steps, they exist beforehand.
-        gradients = max(0.0, gradients + of_tables - kept)
-        of_tables = 0.0
+        gradients = max(0.0, gradients + table_grads - kept)
+        table_grads = 0.0
 
     memory = {
         "parameters": state.tables + state.dense / world.shards,
         "gradients": gradients,
-        "gradients of tables": of_tables,
+        "gradients of tables": table_grads,
         "optimizer": state.dense_state / world.shards + state.table_state,
         "cast weights": casts,
         "activations": kept,

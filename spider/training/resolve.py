@@ -338,8 +338,8 @@ def with_memory(plan: Plan, splits: Sequence[Split], world: World) -> Plan:
     """Choose the split and --recompute by the estimated memory of a step. Rank 0 chooses for all.
 
     auto: the least recomputation first; among equals, the first split that fits."""
-    asked = plan.flags.recompute
-    choices = RECOMPUTE if asked == "auto" else (asked,)
+    requested = plan.flags.recompute
+    choices = RECOMPUTE if requested == "auto" else (requested,)
     plans = []
     for recompute, split in product(choices, splits):
         flags = replace(with_split(plan.flags, split, world.ranks), recompute=recompute)
