@@ -5,8 +5,8 @@
     torchrun --standalone --nproc_per_node 8 train.py --data_dir data --shards 8  # several GPUs
 
 The same command resumes from the newest checkpoint in --ckpt_dir. All randomness is a function of
-(--seed, step), so an interrupted run ends exactly like an uninterrupted run. --model selects a
-recipe, which sets the defaults of other flags (RECIPES in train.py); --dry_run shows them.
+(--seed, step), so an interrupted run ends like an uninterrupted run. --model selects a recipe,
+which sets the defaults of other flags (RECIPES in train.py); --dry_run shows them.
 """
 
 # From top to bottom: flags -> recipes -> schedule -> model and optimizers -> one optimizer step ->
@@ -349,7 +349,7 @@ UNRECORDED = """
 # Flags that an environment variable also sets; its name is the flag's in capitals
 ENVIRONMENT = "data_dir target_tokens n_loops seq_len micro_batch grad_accum lr ckpt_every".split()
 
-# Mutually exclusive flags: the source of higher precedence drops the others.
+# Mutually exclusive flags: only those from the source of highest precedence count.
 HORIZONS = ("target_tokens", "minutes", "target_flops", "target_param_data_ratio")
 ALTERNATIVES = (HORIZONS, ("grad_accum", "global_batch"), ("data_dir", "mock_data", "text"))
 
@@ -386,18 +386,18 @@ def parse_args(
         print_help([word for word in words if word not in HELP], environ)
     parser = flag_parser()
     given = vars(parser.parse_args(words))
-    of_environ: dict[str, Any] = {}
+    from_environ: dict[str, Any] = {}
     for name in ENVIRONMENT:
         text = environ.get(name.upper())
         if name not in given and text:
             word = f"--{name}={text}"
-            of_environ |= parse_words(parser, f"{name.upper()}={text}", [word])
-    of_file = {}
+            from_environ |= parse_words(parser, f"{name.upper()}={text}", [word])
+    from_file = {}
     if "config" in given:
         path = given["config"]
-        of_file = parse_words(parser, f"--config: {path}", read_toml(path))
+        from_file = parse_words(parser, f"--config: {path}", read_toml(path))
     inherited = {}
-    for source, values in {"environment": of_environ, "--config": of_file}.items():
+    for source, values in {"environment": from_environ, "--config": from_file}.items():
         inherited[source] = remaining(values, given)
         given |= inherited[source]
     horizons = [name for name in HORIZONS if name in given]
@@ -433,12 +433,12 @@ def remaining(weaker: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
 
 
 def default_ckpt_dir(flags: Flags) -> str:
-    """Return the default of --ckpt_dir.
+    """Return the default of --ckpt_dir: `checkpoints`, to which these flags add a directory each.
 
-    --mock_data                          checkpoints/mock
-    --text PATH                          checkpoints/NAME
-    --resume RUN/... --reset_steps       .../from-RUN or .../from-RUN-spider-stepN
-    else                                 checkpoints
+    --mock_data                                   mock
+    --text PATH                                   NAME
+    --resume RUN --reset_steps                    from-RUN
+    --resume RUN/spider-stepN.pt --reset_steps    from-RUN-spider-stepN
     """
     directory = flags.ckpt_dir
     if flags.mock_data:
@@ -506,7 +506,7 @@ def fitted_warmup(flags: Flags, config: SpiderConfig) -> int:
 
 
 def ten_evaluations(flags: Flags, config: SpiderConfig) -> int:
-    """Return the steps between evaluations if a run has ten; with_evaluations limits their cost."""
+    """Return the steps between ten evaluations of a run; with_evaluations limits what they cost."""
     return max(1, math.ceil(steps_of(flags) / 10))
 
 
@@ -557,7 +557,9 @@ class StepSettings(NamedTuple):
 def settings_of_step(
     flags: Flags, loader: Loader, progress: RunProgress, horizon: int
 ) -> StepSettings:
-    """Return the settings of the next step. horizon: the schedule's last step."""
+    """Return the settings of the next step.
+
+    horizon: steps done plus steps left at the present batch size."""
     step = progress.step
     first = progress.next_sequence(flags.seq_len)
     begins_epoch = loader.epoch(first) > progress.epoch
@@ -605,8 +607,8 @@ def clears_tables(flags: Flags, loader: Loader, first: int) -> bool:
 
 
 def dropout_at(flags: Flags, loader: Loader, first: int) -> float:
-    """Return the dropout of the step that begins at sequence `first`: it grows from 0 to --dropout
-    over DROPOUT_EPOCHS. A mixture uses the weighted mean over its sources."""
+    """Return the dropout of the step that begins at sequence `first`: 0 in the first epoch, then
+    growing to --dropout over DROPOUT_EPOCHS. A mixture uses the weighted mean over its sources."""
     grown = (loader.epochs(first) / DROPOUT_EPOCHS).clip(max=1)
     return flags.dropout * float(loader.share @ grown)
 
@@ -692,8 +694,8 @@ SPARE = 0.1
 
 
 def proves_memory(world: World) -> bool:
-    """Return whether the warm-up tests that a step fits: on one GPU. Several ranks would have to
-    agree on the outcome."""
+    """Return whether the warm-up tests that a step fits: only on one GPU, since several ranks would
+    have to agree on the outcome."""
     return world.device.type == "cuda" and world.ranks == 1
 
 
@@ -720,9 +722,9 @@ def fit_micro_batch(
         machine.reset_peak_memory(world.device)
         try:
             warm_up(model, plan, batch.to(world.device))
-            of_step = estimate.table_gradients(model, plan.step_bytes)
-            of_passes = estimate.table_gradients(model, 2 * batch.ids.numel())
-            gradients_to_come = max(0.0, of_step - of_passes)
+            in_step = estimate.table_gradients(model, plan.step_bytes)
+            in_passes = estimate.table_gradients(model, 2 * batch.ids.numel())
+            gradients_to_come = max(0.0, in_step - in_passes)
             taken = 1e9 * machine.peak_memory(world.device) + state_to_come + gradients_to_come
         except RuntimeError as fault:
             if not (can_halve and machine.is_out_of_memory(fault)):
@@ -763,15 +765,15 @@ def accumulate(model: Spider, batches: list[Batch], now: StepSettings) -> dict[s
     Return sums over the micro-steps of this rank: loss (nats), total_loss, segments, mean_loops,
     the other loss terms, n_bytes, tokens_per_expert [L, E] (L: layers with experts), and
     boundary_counts (Spider.update_boundaries).
-    Wait for the device once per micro-step, for the number of segments."""
+    The host waits for the device once per micro-step, for the number of segments."""
     sharding = sharding_of(model)
     passes = len(batches) * sharding.ranks
     targets = sum(batch.targets for batch in batches)
     all_targets: Tensor | int = max(1, targets)
     if isinstance(sharding, Sharded):  # summed on the device: the host does not need the sum
         world = sharding.world
-        of_rank = torch.full((), targets, dtype=torch.float64, device=world.device)
-        all_targets = world.sum(of_rank).clamp_min(1)
+        rank_targets = torch.full((), targets, dtype=torch.float64, device=world.device)
+        all_targets = world.sum(rank_targets).clamp_min(1)
     sums: dict[str, Tensor] = {}
     # Loss terms that are means over bytes (byte_loss) are weighted by the batch's fraction of the
     # step's targets. So all bytes have equal weight, however many labels are PAD. The other terms
@@ -857,9 +859,9 @@ def reduce_numbers(
 ) -> StepNumbers:
     """Sum the numbers of a step over ranks in one all-reduce, and copy them to the host, which
     needs them before the update. After the passes, the step waits for the device only here."""
-    of_rank = sums | dict(votes=on_device(vote, sums["loss"]))
-    total_norm, packed = optimizers.sharding.all_reduce_step(optimizers.dense, pack(of_rank))
-    totals = unpack(packed, of_rank)
+    rank_sums = sums | dict(votes=on_device(vote, sums["loss"]))
+    total_norm, packed = optimizers.sharding.all_reduce_step(optimizers.dense, pack(rank_sums))
+    totals = unpack(packed, rank_sums)
     tokens = totals.pop("tokens_per_expert")
     boundary_counts = totals.pop("boundary_counts")
     balance = tokens.new_ones(1)
@@ -951,9 +953,9 @@ def evaluate(
         f"{total.targets:,} bytes"
     )
     if len(by_source) > 1:
-        for name, of_source in by_source.items():
-            results[f"val_bpb/{name}"] = of_source.bits_per_byte
-            logger.info(f"validation of {name}: bpb {of_source.bits_per_byte:.4f}")
+        for name, source_total in by_source.items():
+            results[f"val_bpb/{name}"] = source_total.bits_per_byte
+            logger.info(f"validation of {name}: bpb {source_total.bits_per_byte:.4f}")
     return results
 
 
@@ -1074,21 +1076,23 @@ def main(
     `closing` closes all resources."""
     # ----------------------------------------------------------------------------------------------
     # Process, ranks, data
-    asked = command.flags
-    directory = Path(asked.ckpt_dir)
+    requested = command.flags
+    directory = Path(requested.ckpt_dir)
     machine.start_log("INFO" if world.is_rank0 else "ERROR")
-    device = machine.resolve_device(asked.device)
-    machine.configure_torch(device, asked.deterministic)
-    world.join(device, asked.shards, asked.rank_timeout)
-    sources = open_sources(asked, world)
+    device = machine.resolve_device(requested.device)
+    machine.configure_torch(device, requested.deterministic)
+    world.join(device, requested.shards, requested.rank_timeout)
+    sources = open_sources(requested, world)
     held_out = sum(len(source.val) for source in sources)
 
     # ----------------------------------------------------------------------------------------------
     # Checkpoint, plan, position in the run
-    start = world.on_rank0(partial(open_directory, asked, closing), StartCheckpoint.without_tensors)
+    start = world.on_rank0(
+        partial(open_directory, requested, closing), StartCheckpoint.without_tensors
+    )
     plan = resolve.resolve_plan(command, RECIPES, world, start, model_class, held_out)
     loader = Loader(sources, plan.flags.seq_len, plan.flags.seed)
-    if asked.minutes and not start.resumes:
+    if requested.minutes and not start.resumes:
         if world.ranks > 1:
             raise UsageError("--minutes times steps on one process: use --target_tokens")
         plan = resolve.with_minutes(plan, held_out, time_steps(plan, world, loader))
@@ -1103,7 +1107,7 @@ def main(
     rate_of = partial(lr_factor, horizon=horizon, flags=plan.flags)
     epochs = epochs_in(plan.flags.target_tokens, loader).max()
     warnings = resolve.horizon_warnings(plan, epochs, horizon, rate_of)
-    if asked.dry_run:
+    if requested.dry_run:
         if not world.is_rank0:
             return 0
         remarks += describe_recipe(plan)
@@ -1132,7 +1136,7 @@ def main(
     optimizers = optimizers_of(plan.flags, model)
     restore(start, model, optimizers, progress, changed)
     resumes_in_place = start.is_in(plan.flags.ckpt_dir)
-    has_others_weights = start.path is not None and not start.resumes
+    starts_from_weights = start.path is not None and not start.resumes
     del start  # free the checkpoint's tensors before the warm-up measures memory
     # The last step's rate, which a checkpoint records even if only its evaluation is left
     last_rate = rate_of(max(0, progress.step - 1))
@@ -1156,7 +1160,7 @@ def main(
         logger.warning(line)
     rows = max(flags.micro_batch, EVAL_BYTES // flags.seq_len)
     evaluate_now = partial(evaluate, model, validation, rows, flags.n_loops, world)
-    if has_others_weights and validation:
+    if starts_from_weights and validation:
         logger.info("before the first step:")
         evaluate_now()  # only logged: step 0 is never saved, so its loss is no best_loss
     log = StepLog(plan, progress, last_step)
@@ -1186,7 +1190,7 @@ def main(
         is_last = step >= last_step
 
         if progress.metrics:  # a step was made, now or before the run resumed
-            # Once in a while: evaluate. A signal interrupts the evaluation.
+            # Once in a while: evaluate. A signal interrupts the evaluation, but not its recording.
             evaluates = flags.eval_every and (is_last or step % flags.eval_every == 0)
             if evaluates and progress.val_loss is None:
                 if is_last and step > writer.saved_step:
@@ -1300,12 +1304,12 @@ def command_line(argv: list[str] | None = None, model_class: type[Spider] = Spid
                 with machine.memory_advice(LESS_MEMORY), ExitStack() as closing:
                     status = main(parse_args(argv), world, stop, closing, model_class)
                     sys.stdout.flush()
-            except Stopped as where:
+            except Stopped as stopped:
                 number = stop.agreed or stop.asked
                 assert number is not None  # a signal raised Stopped
                 status = 128 + number
                 if world.is_rank0:
-                    errors.print_error("train.py", f"{number.name}: {where}")
+                    errors.print_error("train.py", f"{number.name}: {stopped}")
                 if not stop.agreed:  # before the first step, other ranks may be in a collective
                     return status
             except Diverged:  # on all ranks, after the same step

@@ -94,8 +94,8 @@ def check_archive(path: Path, sums: bool):
 
 @contextmanager
 def checkpoint_errors(path: Path) -> Iterator[None]:
-    """Turn errors inside into errors that name the file: SYSTEM_ERRORS into an OSError, and errors
-    of any other type, which a damaged or foreign file may cause, into a CheckpointError."""
+    """Turn errors in the block into errors that name the file: SYSTEM_ERRORS into an OSError, all
+    others into a CheckpointError, since a damaged or foreign file may cause any error."""
     try:
         yield
     except CheckpointError:
@@ -122,8 +122,8 @@ def error_number(fault: Exception) -> int:
         return errno.ENOMEM
     if isinstance(fault, OSError):
         return fault.errno or 0
-    of_torch = re.search(r"\((\d+)\)$", str(fault))  # torch's own errors end with the errno
-    return int(of_torch[1]) if of_torch else 0
+    torch_number = re.search(r"\((\d+)\)$", str(fault))  # torch's own errors end with the errno
+    return int(torch_number[1]) if torch_number else 0
 
 
 # --------------------------------------------------------------------------------------------------
@@ -151,7 +151,7 @@ def load_checkpoint(path: Path, mapped: bool = False) -> dict:
 
 
 def checked_entries(state: dict) -> dict:
-    """Return the known entries of a checkpoint, after checking all values but tensors. Raise an
+    """Return the known entries of a checkpoint, after checking all values except tensors. Raise an
     error, of any type, for a value that no run records."""
     known = {name: state[name] for name in ENTRIES if name in state}
     types = ENTRIES | FLAGS
@@ -210,7 +210,7 @@ def shapes_of(weights: dict[str, Tensor]) -> dict[str, tuple]:
 # --------------------------------------------------------------------------------------------------
 # Exports (see export.py); reading an export executes no code either
 
-PREFIX = "spider."  # of all names in an export: the adapter's attribute that holds the model
+PREFIX = "spider."  # begins the weights' names in an export: the adapter holds the model there
 
 
 def safetensors():
@@ -429,7 +429,7 @@ def load_start(directory: Path, resume: str | None, reset_steps: bool) -> StartC
 
 def begin_run(resume: str | None, reset_steps: bool) -> StartCheckpoint:
     """Load what --resume names, for a run in a directory without a good checkpoint: nothing, a
-    checkpoint, an export, or a run's directory, of which the newest good checkpoint is taken."""
+    checkpoint, an export, or a run's directory (its newest good checkpoint)."""
     if resume is None:
         if reset_steps:
             raise CheckpointError("--reset_steps needs --resume CHECKPOINT, whose weights it loads")

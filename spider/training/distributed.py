@@ -363,7 +363,7 @@ def shard_model(model: "Spider", world: World, grad_accum: int):
 def cast_weights(model: "Spider", modules: Iterable[Any], *_):
     """Cast the weights of an FSDP group inside its forward, after they are gathered.
 
-    Before, the cast would only see shards. Outside the group's forward, the gradient of the cast
-    would come too late and be lost silently."""
+    Before the gathering, the cast would only see shards. Outside the group's forward, the gradient
+    of the cast would come too late and be lost silently."""
     for module in modules:
         module.cast_weight(model.compute_dtype)

@@ -46,8 +46,8 @@ def parameter_table(model: Spider) -> dict[str, tuple[int, float]]:
 
 
 def matrix_uses(model: Spider, segments_per_byte: float, n_loops: int) -> dict[str, float]:
-    """Return how many times a byte multiplies by each matrix on average; in a stack, by any one of
-    its matrices."""
+    """Return how many times a byte multiplies by each matrix, or by each matrix of a stack, on
+    average."""
     c = model.config
     loops = segments_per_byte * n_loops
     uses = {
@@ -87,8 +87,8 @@ def flops_per_byte(
         rate = 0.5 if name in fast else 1.0
         products += model.get_parameter(name).numel() * rate * uses
     window = min(c.byte_window or seq_len, seq_len)
-    # Average number of bytes that a byte attends to in a byte layer; of segments in a core layer,
-    # per byte and over all loops
+    # Averages per byte: the bytes that it attends to in a byte layer; the segments that its
+    # segment attends to in a core layer, in all loops, divided by the segment's bytes
     seen_by_byte = window - window * window / (2 * seq_len)
     seen_by_core = n_loops * segments_per_byte**2 * seq_len / 2
     byte_layers = c.n_prelude_layers + c.n_coda_layers
@@ -123,7 +123,7 @@ def state_size(model: nn.Module, optimizer: str) -> StateSize:
         state: float = 8 * dense
     elif optimizer == "adamw8bit":
         state = 2.05 * dense
-    else:  # Muon keeps one moment per number of a matrix, AdamW two per other number
+    else:  # Muon keeps one moment for matrices, AdamW two for all other parameters
         matrices = sum(
             model.get_parameter(name).numel()
             for name, kind in kinds_of(model).items()
@@ -153,10 +153,10 @@ def estimate_memory(plan: Plan, world: World) -> dict[str, float]:
         casts -= sum(model.get_parameter(name).numel() for name in weights_in_fp8(model))
 
     gradients: float = state.dense
-    of_tables = table_gradients(model, n_bytes * flags.grad_accum)
+    table_grads = table_gradients(model, n_bytes * flags.grad_accum)
     gathered = 0
     if world.ranks > 1:  # see shard_model; tables and their gradients are not sharded
-        of_tables = state.tables
+        table_grads = state.tables
         gathered = state.dense
         if flags.grad_accum == 1:
             gradients /= world.shards
@@ -166,13 +166,13 @@ def estimate_memory(plan: Plan, world: World) -> dict[str, float]:
                 )
     elif flags.grad_accum == 1:
         # Gradients take the place of activations; with several micro-steps, they exist beforehand.
-        gradients = max(0.0, gradients + of_tables - kept)
-        of_tables = 0.0
+        gradients = max(0.0, gradients + table_grads - kept)
+        table_grads = 0.0
 
     memory = {
         "parameters": state.tables + state.dense / world.shards,
         "gradients": gradients,
-        "gradients of tables": of_tables,
+        "gradients of tables": table_grads,
         "optimizer": state.dense_state / world.shards + state.table_state,
         "cast weights": casts,
         "activations": kept,
@@ -202,8 +202,9 @@ def table_gradients(model: nn.Module, n_bytes: int) -> float:
 def activations_per_byte(plan: Plan) -> float:
     """Estimate how many numbers of activations a byte keeps at the peak of a step.
 
-    The estimate is a sum over the parts of the model: factor times the width of all inputs and
-    outputs of a byte's products. The factors are fitted to steps on fake tensors (tests/rehearsal).
+    The estimate is a sum over the parts of the model: a factor times the total width of the inputs
+    and outputs of a byte's products. The factors are fitted to steps on fake tensors
+    (tests/rehearsal).
     """
     c = plan.config
     n_loops = plan.flags.n_loops

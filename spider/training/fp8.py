@@ -2,8 +2,8 @@
 
 Each tensor of an FP8 product has a scale. torchao computes a dynamic scale from the largest number
 of the tensor, which is known only after the whole tensor is written, so the cast needs a separate
-kernel. Two scales are known beforehand, and a compiled layer casts in the kernel that computes the
-numbers:
+kernel. Two scales are known beforehand, so a compiled layer casts those tensors in the kernel that
+computes them:
 
     input after rms_norm     known: numbers are at most sqrt(D), which the scale fits into e4m3
     gradient of the output   known: about as large as 1 / bytes, since the loss is a mean over the
@@ -12,7 +12,7 @@ numbers:
     weight, other inputs     dynamic (the inputs of o_proj, down_proj and core.out_proj)
 
 Known scales are powers of two, which round nothing. docs/results/gpu-estimates.md has the loss with
-either. D: the width of a Linear's input.
+both kinds of scales. D: the width of a Linear's input.
 """
 
 import math

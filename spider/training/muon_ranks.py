@@ -145,8 +145,8 @@ class MatrixAssignment:
         """Split the cut matrices that this rank owns into each shard's rows."""
         by_shard: list[list[Tensor]] = [[] for _ in self.cut_by_shard]
         for matrix, whole in zip(self.owned_cut, wholes, strict=True):
-            for rows, of_shard in zip(whole.split(matrix.rows), by_shard, strict=True):
-                of_shard.append(rows)
+            for rows, shard_rows in zip(whole.split(matrix.rows), by_shard, strict=True):
+                shard_rows.append(rows)
         return by_shard
 
     def _all_to_all(self, sent: list[list[Tensor]], received: list[list[Tensor]], like: Tensor):

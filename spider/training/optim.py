@@ -292,7 +292,7 @@ class Muon(torch.optim.Optimizer):
             buffer_weight.split(counts),
             strict=True,
         )
-        for p, (out, of_grad, of_buffer) in zip(params, parts, strict=True):
+        for p, (out, grad_factor, buffer_factor) in zip(params, parts, strict=True):
             if p.grad is None:
                 out.zero_()
                 continue
@@ -300,8 +300,8 @@ class Muon(torch.optim.Optimizer):
                 self.make_state(p)
             buffer = self.state[p]["momentum_buffer"].view(out.shape)
             grad = p.grad.reshape(out.shape)
-            buffer.lerp_(grad, of_grad)
-            torch.addcmul(grad, buffer, of_buffer, out=out)
+            buffer.lerp_(grad, grad_factor)
+            torch.addcmul(grad, buffer, buffer_factor, out=out)
         return result
 
 

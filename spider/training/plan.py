@@ -1,7 +1,7 @@
-"""What is decided about a run before it starts, as values.
+"""The decisions about a run before it starts, as values.
 
-`CommandLine` holds the flags that are given, `Recipe` the defaults of a model. resolve.py makes a
-`Plan` of both."""
+`CommandLine` holds the flags of a command, `Recipe` the defaults of a model. resolve.py combines
+them into a `Plan`."""
 
 import math
 from collections.abc import Callable, Set

@@ -200,8 +200,8 @@ def with_split(flags: "Flags", split: Split, ranks: int) -> "Flags":
 
 
 def with_half_micro_batch(plan: Plan) -> Plan:
-    """Halve the micro-batch, rounded down to a divisor of the sequences per step. The bytes per
-    step stay the same."""
+    """Halve the micro-batch, rounded down to a divisor of a rank's sequences per step. The bytes
+    per step stay the same."""
     sequences = plan.flags.micro_batch * plan.flags.grad_accum
     micro_batch = plan.flags.micro_batch // 2
     while sequences % micro_batch:
@@ -334,8 +334,8 @@ def with_memory(plan: Plan, splits: Sequence[Split], world: World) -> Plan:
     """Choose the split and --recompute by the estimated memory of a step. Rank 0 chooses for all.
 
     auto: the least recomputation first; among equals, the first split that fits."""
-    asked = plan.flags.recompute
-    choices = RECOMPUTE if asked == "auto" else (asked,)
+    requested = plan.flags.recompute
+    choices = RECOMPUTE if requested == "auto" else (requested,)
     plans = []
     for recompute, split in product(choices, splits):
         flags = replace(with_split(plan.flags, split, world.ranks), recompute=recompute)
@@ -349,7 +349,7 @@ def with_memory(plan: Plan, splits: Sequence[Split], world: World) -> Plan:
 
 # Limits beyond which there is a warning
 MAX_EPOCHS = 20
-MIN_STEPS = 250  # a run of n steps loses 3 / n to 6 / n nats
+MIN_STEPS = 250  # n large steps end 3 / n to 6 / n nats above many small steps
 HIGH_AT_END = 2  # learning rate of the last step, relative to the rate at the horizon
 MUCH_HIGHER = 1.5  # learning rate of a resumed run, relative to its rate before
 
@@ -403,8 +403,8 @@ def horizon_warnings(
 def rise_warning(progress: run.RunProgress, rate: float) -> list[str]:
     """Return a warning if a run resumes at a much higher learning rate than before, or nothing.
 
-    A horizon that is raised after the rate has decayed has this effect. rate: the rate of the last
-    step by the present schedule. The warm-up causes no warning, because both rates are of one step.
+    This happens if the horizon is raised after the rate has decayed. rate: the rate of the last
+    step by the present schedule. The warm-up causes no warning: both rates are for the same step.
     """
     before = (progress.metrics or {}).get("lr")
     if not before or rate < MUCH_HIGHER * before:

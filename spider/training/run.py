@@ -26,7 +26,7 @@ RECENT = 64  # number of recent losses to compare a new loss with
 SPIKE_AFTER = 20  # with fewer recent losses, no loss counts as a spike
 SPIKE = 1.2  # relative to the largest recent loss
 EXPLODED = 1.5  # relative to RunProgress.lowest_peak
-EXPLODED_STEPS = 4  # consecutive losses above that
+EXPLODED_STEPS = 4  # consecutive losses above EXPLODED * lowest_peak
 
 
 class StepEvents(NamedTuple):
@@ -56,7 +56,7 @@ class RunProgress:
     skipped: int = 0  # consecutive steps, up to the last, with a non-finite loss or gradient
     wandb: dict | None = None  # name and id of the wandb run
     n_loops: int = 1  # loops in training; may exceed those that the model was built for
-    origin: str | None = None  # real path of --resume, if step 0 took its weights
+    origin: str | None = None  # real path of --resume, if the run started from its weights
 
     def record(
         self, numbers: dict, bytes_seen: int, epoch: int, cleared: bool = False
@@ -323,7 +323,8 @@ class StopSignals:
 
 @dataclass
 class WandbLogger:
-    """Log to the wandb run of --run. If wandb fails, log that once, and continue without wandb."""
+    """Log to the wandb run of --run. If wandb fails after its start, log that once, and continue
+    without wandb."""
 
     wandb_run: Any  # None after a failure
 
