@@ -5,8 +5,8 @@
     torchrun --standalone --nproc_per_node 8 train.py --data_dir data --shards 8  # several GPUs
 
 The same command resumes from the newest checkpoint in --ckpt_dir. All randomness is a function of
-(--seed, step), so an interrupted run ends like an uninterrupted run. --model selects a recipe,
-which sets the defaults of other flags (RECIPES in train.py); --dry_run shows them.
+(--seed, step, position), so an interrupted run ends like an uninterrupted run. --model selects a
+recipe, which sets the defaults of other flags (RECIPES in train.py); --dry_run shows them.
 """
 
 # From top to bottom: flags -> recipes -> schedule -> model and optimizers -> one optimizer step ->
@@ -88,7 +88,7 @@ from tokenizer import decode
 # --------------------------------------------------------------------------------------------------
 # Flags
 
-# Parsers of flag values, each with the name that --help shows for the value
+# Arguments of `flag`: the parser of a value, and the value's name in --help
 N = integer(1), "N"
 BYTES = integer(1), "BYTES"
 STEPS = integer(0), "STEPS"
@@ -107,7 +107,7 @@ def on_or_off(text: str) -> str:
 
 @dataclass(frozen=True)
 class Flags:
-    """The flags of train.py, with the defaults of `original`; RECIPES has other models' defaults.
+    """The flags of train.py. RECIPES overrides some of these defaults for each --model.
 
     Command line, environment and --config file set these fields. In a Plan, every field holds its
     resolved value."""
@@ -134,7 +134,9 @@ class Flags:
         "directory for checkpoints and metrics.jsonl; --mock_data adds mock/, --text adds NAME",
         *DIRECTORY,
     )
-    target_tokens: int = flag(10_000_000_000, "bytes to train on (the horizon)", *BYTES)
+    target_tokens: int = flag(
+        10_000_000_000, "bytes to train on (the horizon); a byte is a token", *BYTES
+    )
     minutes: float | None = flag(
         None,
         "choose --target_tokens for a run of about this many minutes, by timing a few steps; for "
@@ -178,8 +180,8 @@ class Flags:
     seq_len: int = flag(2048, "bytes per sequence", integer(*SEQ_LEN), "BYTES", heading="batch")
     micro_batch: int = flag(
         64,
-        "sequences per device and micro-step; with --global_batch alone: the largest micro-batch "
-        "that fits",
+        "sequences per device and micro-step; if only --global_batch is given: the largest "
+        "micro-batch that fits",
         *N,
     )
     grad_accum: int = flag(1, "micro-steps per optimizer step", *N)
@@ -212,7 +214,9 @@ class Flags:
         "RATE",
     )
     engram_lr: float = flag(
-        0.25, "learning rate of the Engram tables (Adagrad): size of a row's first update", *RATE
+        0.25,
+        "learning rate of the Engram tables (Adagrad): size of a table row's first update",
+        *RATE,
     )
     engram_reset: bool = flag(
         False,
@@ -228,7 +232,7 @@ class Flags:
         10, "steps of linear warm-up; all recipes except original compute them", *STEPS
     )
     wsd_decay_fraction: float = flag(
-        0.2, "fraction of the horizon, at its end, in which wsd decays", *FRACTION
+        0.2, "with wsd: fraction of the horizon in which the rate decays, at the end", *FRACTION
     )
     min_lr_fraction: float = flag(
         0.1, "learning rate at the horizon, as a fraction of the peak", *FRACTION
@@ -238,8 +242,8 @@ class Flags:
     )
     dropout: float = flag(
         0.0,
-        "dropout at the core's input and output (on bytes: a fifth of it); grows from 0 in the "
-        "first epoch to RATE in the eleventh",
+        "dropout at the core's input and output, and a fifth of it on bytes: 0 in the first epoch, "
+        "RATE from the eleventh on",
         real(0, 0.9),
         "RATE",
     )
@@ -266,8 +270,8 @@ class Flags:
     )
     moe_backend: str = flag(
         "auto",
-        "auto: tile or grouped; triton if torch has no grouped kernel for this GPU. loop: the "
-        "reference",
+        "product of the experts; auto: tile if it works, else grouped, or triton on GPUs for which "
+        "torch has no grouped kernel; loop is the reference",
         choices=("auto", *BACKENDS),
     )
     compile: str = flag(
@@ -280,13 +284,13 @@ class Flags:
     )
     recompute: str = flag(
         "auto",
-        "activation checkpointing; auto: of as few layers as a step needs to fit into memory",
+        "layers with activation checkpointing; auto: as few as let a step fit into memory",
         choices=("auto", *RECOMPUTE),
     )
     shards: int = flag(
         1,
-        "shard weights, gradients and optimizer state over this many ranks; each such group of "
-        "ranks is a replica",
+        "ranks that share one copy of weights, gradients and optimizer state (FSDP); further "
+        "groups of ranks hold replicas",
         integer(1),
         "RANKS",
     )
@@ -338,7 +342,8 @@ class Flags:
         return {name: value for name, value in asdict(self).items() if name not in UNRECORDED}
 
 
-# Flags that a checkpoint does not record: they do not affect training, or have their own entry
+# Flags that a checkpoint does not record: training does not depend on them, or the checkpoint has
+# an entry of its own for them
 UNRECORDED = """
     model text ckpt_dir max_steps resume reset_steps dry_run config set n_loops grad_accum
     target_flops target_param_data_ratio max_skipped device precision fp8_experts moe_backend
@@ -424,6 +429,7 @@ def remaining(weaker: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
     """Return the flags of a weaker source that no stronger source overrides.
 
     A stronger value overrides the flag itself and its ALTERNATIVES."""
+    # `--mock_data False` does not choose mock data
     chosen = {name for name, value in given.items() if value is not False}
     dropped = set(given)
     for names in ALTERNATIVES:
@@ -484,7 +490,7 @@ def print_help(words: list[str], environ: Mapping[str, str]):
 
 def steps_of(flags: Flags) -> float:
     """Return the horizon in optimizer steps."""
-    assert flags.global_batch is not None  # with_split sets it
+    assert flags.global_batch is not None  # resolve.with_split sets it
     return flags.target_tokens / flags.global_batch
 
 
@@ -539,9 +545,10 @@ RECIPES = {
 # --------------------------------------------------------------------------------------------------
 # The schedule: everything that varies by step
 
-# Fraction of the horizon; makes every loop learn (docs/results/mechanisms.md)
+# Fraction of the horizon in which halting probabilities grow to full, so that every loop learns
+# (docs/results/mechanisms.md)
 HALTING_WARMUP = 1 / 8
-DROPOUT_EPOCHS = 10  # until dropout reaches --dropout; memorization is gradual, too
+DROPOUT_EPOCHS = 10  # complete epochs until dropout reaches --dropout
 
 
 class StepSettings(NamedTuple):
@@ -693,7 +700,7 @@ def warm_up(model: Spider, plan: Plan, batch: Batch):
 SPARE = 0.1
 
 
-def proves_memory(world: World) -> bool:
+def can_test_memory(world: World) -> bool:
     """Return whether the warm-up tests that a step fits: only on one GPU, since several ranks would
     have to agree on the outcome."""
     return world.device.type == "cuda" and world.ranks == 1
@@ -706,8 +713,8 @@ def fit_micro_batch(
     return the plan with this micro-batch. The bytes of a step stay the same.
 
     Keep a micro-batch of 1 even if it leaves less; raise OutOfMemoryError if it does not fit."""
-    proves = proves_memory(world)
-    if not (proves or plan.flags.precision == "fp8" or plan.flags.compile != "off"):
+    tests_memory = can_test_memory(world)
+    if not (tests_memory or plan.flags.precision == "fp8" or plan.flags.compile != "off"):
         return plan
     total = machine.memory_of(world.device)
     # A step allocates more than the two passes: the table gradients of all its micro-steps, and in
@@ -718,14 +725,15 @@ def fit_micro_batch(
         state_to_come = state.dense_state + state.table_state
     while True:
         (batch,) = loader.batches(0, 0, StepLayout(plan.flags.micro_batch, 1))
-        can_halve = proves and plan.flags.micro_batch > 1
+        can_halve = tests_memory and plan.flags.micro_batch > 1
         machine.reset_peak_memory(world.device)
         try:
             warm_up(model, plan, batch.to(world.device))
             in_step = estimate.table_gradients(model, plan.step_bytes)
             in_passes = estimate.table_gradients(model, 2 * batch.ids.numel())
             gradients_to_come = max(0.0, in_step - in_passes)
-            taken = 1e9 * machine.peak_memory(world.device) + state_to_come + gradients_to_come
+            peak = 1e9 * machine.peak_memory(world.device)  # bytes
+            taken = peak + state_to_come + gradients_to_come
         except RuntimeError as fault:
             if not (can_halve and machine.is_out_of_memory(fault)):
                 raise
@@ -775,9 +783,9 @@ def accumulate(model: Spider, batches: list[Batch], now: StepSettings) -> dict[s
         rank_targets = torch.full((), targets, dtype=torch.float64, device=world.device)
         all_targets = world.sum(rank_targets).clamp_min(1)
     sums: dict[str, Tensor] = {}
-    # Loss terms that are means over bytes (byte_loss) are weighted by the batch's fraction of the
-    # step's targets. So all bytes have equal weight, however many labels are PAD. The other terms
-    # (balance, ponder, boundaries, ...) are averaged over all passes.
+    # byte_loss, a mean over the bytes of a batch, is weighted by the batch's fraction of the step's
+    # targets, so that all bytes of the step have equal weight. The rest of the loss (balance,
+    # ponder, boundaries, ...) is averaged over passes.
     with model.cast_weights_once():
         for batch in batches:
             out = model(
@@ -790,7 +798,6 @@ def accumulate(model: Spider, batches: list[Batch], now: StepSettings) -> dict[s
                 dropout=now.dropout,
                 halting_warmup=now.halting_warmup,
             )
-            # labels were given
             weight = batch.targets / all_targets
             if isinstance(weight, Tensor):
                 weight = weight.to(out.loss.dtype)
@@ -805,7 +812,7 @@ def accumulate(model: Spider, batches: list[Batch], now: StepSettings) -> dict[s
             )
             for name, term in out.loss_terms.items():
                 terms[name] = term * weight if name in out.BYTE_TERMS else term / passes
-            terms["n_bytes"] = on_device(batch.n_bytes, loss)
+            terms["n_bytes"] = scalar_like(batch.n_bytes, loss)
             terms["tokens_per_expert"] = out.tokens_per_expert
             terms["boundary_counts"] = out.boundary_counts
             for name, term in terms.items():
@@ -813,9 +820,9 @@ def accumulate(model: Spider, batches: list[Batch], now: StepSettings) -> dict[s
     return sums
 
 
-def on_device(number: float, like: Tensor) -> Tensor:
-    """Return a number as a float64 tensor on the device of `like`. It is filled in on the device;
-    a copy from the host would wait."""
+def scalar_like(number: float, like: Tensor) -> Tensor:
+    """Return a number as a float64 tensor on the device of `like`, without a copy from the host,
+    which would wait."""
     return like.new_full((), number, dtype=torch.float64)
 
 
@@ -857,9 +864,11 @@ class StepNumbers(NamedTuple):
 def reduce_numbers(
     optimizers: Optimizers, sums: dict[str, Tensor], vote: float = 0.0
 ) -> StepNumbers:
-    """Sum the numbers of a step over ranks in one all-reduce, and copy them to the host, which
-    needs them before the update. After the passes, the step waits for the device only here."""
-    rank_sums = sums | dict(votes=on_device(vote, sums["loss"]))
+    """Sum the numbers of a step over ranks and compute the gradient's norm, in one all-reduce.
+
+    Copy the numbers to the host, which needs them before the update. After the passes, the step
+    waits for the device only here."""
+    rank_sums = sums | dict(votes=scalar_like(vote, sums["loss"]))
     total_norm, packed = optimizers.sharding.all_reduce_step(optimizers.dense, pack(rank_sums))
     totals = unpack(packed, rank_sums)
     tokens = totals.pop("tokens_per_expert")
@@ -911,7 +920,7 @@ def train_step(
 ) -> tuple[dict[str, Any], float]:
     """Run one optimizer step; return its metrics, and the sum of the ranks' votes to stop."""
     sums = accumulate(model, batches, now)
-    vote = 0.0 if stop is None else stop.vote  # after the passes, in which most signals arrive
+    vote = 0.0 if stop is None else stop.vote  # read late: most signals arrive during the passes
     numbers = reduce_numbers(optimizers, sums, vote)
     updated = update(model, optimizers, numbers, now, grad_clip)
     return numbers.metrics | dict(skipped=not updated), numbers.votes
@@ -1032,7 +1041,7 @@ def open_sources(flags: Flags, world: World) -> list[Source]:
     return [mock_source(flags.seed)] if flags.mock_data else open_data(flags.data_dir)
 
 
-def open_directory(flags: Flags, closing: ExitStack) -> StartCheckpoint:
+def open_ckpt_dir(flags: Flags, closing: ExitStack) -> StartCheckpoint:
     """Create and lock --ckpt_dir; return the checkpoint to start from. Only rank 0 calls this."""
     directory = Path(flags.ckpt_dir)
     if not flags.dry_run:
@@ -1088,7 +1097,7 @@ def main(
     # ----------------------------------------------------------------------------------------------
     # Checkpoint, plan, position in the run
     start = world.on_rank0(
-        partial(open_directory, requested, closing), StartCheckpoint.without_tensors
+        partial(open_ckpt_dir, requested, closing), StartCheckpoint.without_tensors
     )
     plan = resolve.resolve_plan(command, RECIPES, world, start, model_class, held_out)
     loader = Loader(sources, plan.flags.seq_len, plan.flags.seed)
@@ -1138,7 +1147,7 @@ def main(
     resumes_in_place = start.is_in(plan.flags.ckpt_dir)
     starts_from_weights = start.path is not None and not start.resumes
     del start  # free the checkpoint's tensors before the warm-up measures memory
-    # The last step's rate, which a checkpoint records even if only its evaluation is left
+    # The rate of the last step: a run that only evaluates and saves must record it again
     last_rate = rate_of(max(0, progress.step - 1))
     optimizers.set_lr(plan.flags.lr, last_rate)
     plan = fit_micro_batch(model, optimizers, plan, loader, world)
@@ -1171,20 +1180,21 @@ def main(
     if world.is_rank0:
         if flags.profile:
             profiler = start_profiler(directory, closing)
-        # Opened last: a signal before this line leaves the file as it is.
+        # Opened last: a signal before this line leaves the file as it is. The loop writes the line
+        # of the step that the run resumes from again, with its evaluation.
         first_line = progress.step if progress.metrics else progress.step + 1
         metrics_file = closing.enter_context(Metrics(directory / "metrics.jsonl", first_line))
         # A signal skips the last curves: there may be time only to save.
         closing.callback(stop.may_interrupt, partial(write_curves, directory, ends=True))
-    closing.callback(writer.thread.shutdown)  # runs before the file closes, which the thread syncs
-    drawn = time.perf_counter()  # when curves.png was drawn
+    closing.callback(writer.thread.shutdown)  # called before metrics_file closes: it still syncs it
+    drawn_at = time.perf_counter()  # when curves.png was drawn
 
     def save():
         state = state_of(model, optimizers, plan, loader, progress)
         writer.save(state, metrics_file.sync if metrics_file else lambda: None)
 
     # ----------------------------------------------------------------------------------------------
-    # The loop: first everything that is due after the last step, then the next step
+    # The loop: first what is due after the step before, then one more step
     while True:
         step = progress.step
         is_last = step >= last_step
@@ -1215,9 +1225,9 @@ def main(
 
             # Once in a while: draw the curves. The end of the run draws them again.
             clock = time.perf_counter()
-            if metrics_file and evaluates and not is_last and clock - drawn > REDRAW_SECONDS:
+            if metrics_file and evaluates and not is_last and clock - drawn_at > REDRAW_SECONDS:
                 stop.may_interrupt(partial(write_curves, directory, ends=False))
-                drawn = clock
+                drawn_at = clock
 
         # Once in a while: save. `ends` is read once, because a signal may arrive at any time.
         ends = is_last or stop.agreed is not None or progress.out_of_patience(flags.patience)

@@ -20,7 +20,7 @@ from spider_model import Spider
 
 @pytest.fixture(autouse=True)
 def on_a_gpu(monkeypatch):
-    monkeypatch.setattr(train, "proves_memory", lambda world: True)
+    monkeypatch.setattr(train, "can_test_memory", lambda world: True)
     monkeypatch.setattr(train.machine, "memory_of", lambda *_: 1e12)  # enough by the estimate
     monkeypatch.setattr(train.machine, "peak_memory", lambda device: 0.5)  # GB
 
@@ -122,7 +122,7 @@ def test_memory_is_proved_only_on_a_single_gpu(monkeypatch):
     """Several ranks, which would have to agree, run out of memory in a step, with a remedy."""
     monkeypatch.undo()
     world = world_of("cuda")
-    assert train.proves_memory(world)
+    assert train.can_test_memory(world)
     world.ranks = 2
-    assert not train.proves_memory(world)
-    assert not train.proves_memory(world_of())
+    assert not train.can_test_memory(world)
+    assert not train.can_test_memory(world_of())
