@@ -5,7 +5,8 @@
     torchrun --standalone --nproc_per_node 8 train.py --data_dir data --shards 8  # several GPUs
 
 The same command resumes from the newest checkpoint in --ckpt_dir. All randomness is a function of
-(--seed, step, position), so an interrupted run ends like an uninterrupted run. --model selects a
+(--seed, step, position), so an interrupted run gives the same result as an
+uninterrupted run. --model selects a
 recipe, which sets the defaults of other flags (RECIPES in train.py); --dry_run shows them.
 """
 
@@ -232,7 +233,9 @@ class Flags:
         10, "steps of linear warm-up; all recipes except original compute them", *STEPS
     )
     wsd_decay_fraction: float = flag(
-        0.2, "with wsd: fraction of the horizon in which the rate decays, at the end", *FRACTION
+        0.2,
+        "with wsd: fraction of the run, at its end, in which the learning rate decays",
+        *FRACTION,
     )
     min_lr_fraction: float = flag(
         0.1, "learning rate at the horizon, as a fraction of the peak", *FRACTION
@@ -242,8 +245,8 @@ class Flags:
     )
     dropout: float = flag(
         0.0,
-        "dropout at the core's input and output, and a fifth of it on bytes: 0 in the first epoch, "
-        "RATE from the eleventh on",
+        "dropout at the core's input and output; bytes get a fifth of it. It grows from 0 in epoch "
+        "1 to RATE in epoch 11",
         real(0, 0.9),
         "RATE",
     )
@@ -270,8 +273,8 @@ class Flags:
     )
     moe_backend: str = flag(
         "auto",
-        "product of the experts; auto: tile if it works, else grouped, or triton on GPUs for which "
-        "torch has no grouped kernel; loop is the reference",
+        "kernels that multiply the experts' weights; auto: tile if it works, else grouped, except "
+        "that GPUs without torch's grouped kernel use triton; loop: the reference",
         choices=("auto", *BACKENDS),
     )
     compile: str = flag(
@@ -284,7 +287,7 @@ class Flags:
     )
     recompute: str = flag(
         "auto",
-        "layers with activation checkpointing; auto: as few as let a step fit into memory",
+        "layers with activation checkpointing; auto: the fewest with which a step fits in memory",
         choices=("auto", *RECOMPUTE),
     )
     shards: int = flag(
@@ -295,7 +298,7 @@ class Flags:
         "RANKS",
     )
     rank_timeout: float = flag(
-        900.0, "seconds that ranks wait for each other", real(0, 1e6, above=True), "SECONDS"
+        900.0, "how long ranks wait for each other, in seconds", real(0, 1e6, above=True), "SECONDS"
     )
     deterministic: bool = flag(False, "on a GPU: use deterministic kernels; some are slower")
 
@@ -354,7 +357,7 @@ UNRECORDED = """
 # Flags that an environment variable also sets; its name is the flag's in capitals
 ENVIRONMENT = "data_dir target_tokens n_loops seq_len micro_batch grad_accum lr ckpt_every".split()
 
-# Mutually exclusive flags: only those from the source of highest precedence count.
+# Mutually exclusive flags: one that is set in a source drops the others from weaker sources.
 HORIZONS = ("target_tokens", "minutes", "target_flops", "target_param_data_ratio")
 ALTERNATIVES = (HORIZONS, ("grad_accum", "global_batch"), ("data_dir", "mock_data", "text"))
 
@@ -505,14 +508,15 @@ def fitted_lr(flags: Flags, config: SpiderConfig) -> float:
 
 
 def fitted_warmup(flags: Flags, config: SpiderConfig) -> int:
-    """Return the steps of warm-up: 1/25 of the horizon, between 6 and 40; for a horizon below 30
-    steps, 1/5."""
+    """Return the number of warm-up steps: 1/25 of the horizon, between 6 and 40; below a horizon of
+    30 steps, 1/5."""
     steps = steps_of(flags)
     return int(min(40, max(steps / 25, min(6, steps / 5))))
 
 
 def ten_evaluations(flags: Flags, config: SpiderConfig) -> int:
-    """Return the steps between ten evaluations of a run; with_evaluations limits what they cost."""
+    """Return the interval, in steps, of ten evaluations per run. resolve.with_evaluations makes
+    fewer of them if they would take too long."""
     return max(1, math.ceil(steps_of(flags) / 10))
 
 
@@ -599,7 +603,7 @@ def lr_factor(step: int, horizon: int, flags: Flags) -> float:
 
 
 def epochs_in(n_bytes: int, loader: Loader) -> np.ndarray:
-    """Return the number of epochs of each source in this many training bytes."""
+    """Return how many epochs of each source n_bytes training bytes are."""
     return n_bytes * loader.share / loader.targets
 
 
@@ -668,7 +672,7 @@ def warm_up(model: Spider, plan: Plan, batch: Batch):
     try:
         with model.cast_weights_once():
             for noise_seed in range(2):
-                if flags.grad_accum == 1:  # then no pass adds to gradients of an earlier pass
+                if flags.grad_accum == 1:  # as in a step: no gradients to add to
                     model.zero_grad()
                 out = model(
                     batch.ids,
@@ -745,7 +749,7 @@ def fit_micro_batch(
         logger.warning(
             f"--micro_batch {before} needs at least {taken / 1e9:.1f} GB of the GPU's "
             f"{total / 1e9:.1f}: using --micro_batch {plan.flags.micro_batch} --grad_accum "
-            f"{plan.flags.grad_accum}, which gives a step of the same bytes"
+            f"{plan.flags.grad_accum}, so that a step still has the same bytes"
         )
 
 
@@ -821,8 +825,8 @@ def accumulate(model: Spider, batches: list[Batch], now: StepSettings) -> dict[s
 
 
 def scalar_like(number: float, like: Tensor) -> Tensor:
-    """Return a number as a float64 tensor on the device of `like`, without a copy from the host,
-    which would wait."""
+    """Make a float64 scalar on the device of `like`. It is filled in on the device: the host would
+    wait for a copy."""
     return like.new_full((), number, dtype=torch.float64)
 
 
@@ -996,7 +1000,7 @@ def log_sample(model: Spider, step: int, flags: Flags, validation: Validation):
         logger.info(f"step {step} continues {decode(prompt)[-40:]!r}:")
         for line in decode(generated).split("\n"):
             logger.info(f"    {line.expandtabs()}")
-    except Exception as fault:  # such as out of memory: no sample is worth the run
+    except Exception as fault:  # such as out of memory: a failed sample must not end the run
         logger.warning(f"step {step}: no sample: {fault}")
     whole.train()
 
@@ -1008,7 +1012,7 @@ def time_steps(plan: Plan, world: World, loader: Loader) -> float:
     """Time a few mid-run optimizer steps on a throwaway model; return bytes/s."""
     flags = plan.flags
     logger.info(f"timing a few steps of {plan.step_bytes:,} bytes")
-    # A new model: plan.model is for the run, and a subclass may hold values that cannot be copied.
+    # Build another model, since the run needs plan.model; a subclass may not be copyable.
     model = build_model(on_meta(plan.model_class, plan.config), plan, world)
     optimizers = optimizers_of(flags, model)
     plan = fit_micro_batch(model, optimizers, plan, loader, world)
@@ -1147,7 +1151,8 @@ def main(
     resumes_in_place = start.is_in(plan.flags.ckpt_dir)
     starts_from_weights = start.path is not None and not start.resumes
     del start  # free the checkpoint's tensors before the warm-up measures memory
-    # The rate of the last step: a run that only evaluates and saves must record it again
+    # Start at the rate of the step before: if the run only evaluates and saves, the checkpoint
+    # records this rate.
     last_rate = rate_of(max(0, progress.step - 1))
     optimizers.set_lr(plan.flags.lr, last_rate)
     plan = fit_micro_batch(model, optimizers, plan, loader, world)
@@ -1171,7 +1176,7 @@ def main(
     evaluate_now = partial(evaluate, model, validation, rows, flags.n_loops, world)
     if starts_from_weights and validation:
         logger.info("before the first step:")
-        evaluate_now()  # only logged: step 0 is never saved, so its loss is no best_loss
+        evaluate_now()  # only logged: step 0 is never saved, so its loss cannot be best_loss
     log = StepLog(plan, progress, last_step)
     peak = machine.matmul_rate(world.device) * world.ranks
     flops_per_byte = cache(partial(estimate.flops_per_byte, model, seq_len=flags.seq_len))
@@ -1180,13 +1185,13 @@ def main(
     if world.is_rank0:
         if flags.profile:
             profiler = start_profiler(directory, closing)
-        # Opened last: a signal before this line leaves the file as it is. The loop writes the line
-        # of the step that the run resumes from again, with its evaluation.
+        # Opened last: a signal before this line leaves the file as it is. The line of the step to
+        # resume from is dropped, and the loop writes it again, with the evaluation.
         first_line = progress.step if progress.metrics else progress.step + 1
         metrics_file = closing.enter_context(Metrics(directory / "metrics.jsonl", first_line))
         # A signal skips the last curves: there may be time only to save.
         closing.callback(stop.may_interrupt, partial(write_curves, directory, ends=True))
-    closing.callback(writer.thread.shutdown)  # called before metrics_file closes: it still syncs it
+    closing.callback(writer.thread.shutdown)  # before the file closes, which the thread syncs
     drawn_at = time.perf_counter()  # when curves.png was drawn
 
     def save():
@@ -1194,21 +1199,21 @@ def main(
         writer.save(state, metrics_file.sync if metrics_file else lambda: None)
 
     # ----------------------------------------------------------------------------------------------
-    # The loop: first what is due after the step before, then one more step
+    # The loop: first what is due after the previous step, then the next step
     while True:
         step = progress.step
         is_last = step >= last_step
 
-        if progress.metrics:  # a step was made, now or before the run resumed
-            # Once in a while: evaluate. A signal interrupts the evaluation, but not its recording.
+        if progress.metrics:  # a step has been taken, now or before the run resumed
+            # Periodically: evaluate. A signal interrupts the evaluation, but not its recording.
             evaluates = flags.eval_every and (is_last or step % flags.eval_every == 0)
             if evaluates and progress.val_loss is None:
                 if is_last and step > writer.saved_step:
-                    save()  # a kill during the evaluation then costs no step
+                    save()  # so a kill during the evaluation loses no step
                 found = stop.may_interrupt(evaluate_now)
                 if found is not None:
                     progress.record_evaluation(found, counts=step % flags.eval_every == 0)
-                    writer.mark_unsaved(step)  # a resumed checkpoint lacks the evaluation
+                    writer.mark_unsaved(step)  # the saved state lacks the evaluation
 
             # Every step: its line of metrics.jsonl, and wandb
             if metrics_file:
@@ -1216,20 +1221,20 @@ def main(
             if wandb_logger and step > writer.saved_step:
                 wandb_logger.log(progress.metrics, step=step)
 
-            # Once in a while, and at the end of the run: sample
+            # Periodically, and at the end of the run: sample
             samples = flags.sample_every and step % flags.sample_every == 0
             if samples or is_last or progress.out_of_patience(flags.patience):
                 if is_last and step > writer.saved_step:
-                    save()  # a kill during the sample then costs neither step nor evaluation
+                    save()  # so a kill during the sample loses neither step nor evaluation
                 stop.may_interrupt(partial(log_sample, model, step, flags, validation))
 
-            # Once in a while: draw the curves. The end of the run draws them again.
+            # Periodically: draw the curves. The end of the run draws them again.
             clock = time.perf_counter()
             if metrics_file and evaluates and not is_last and clock - drawn_at > REDRAW_SECONDS:
                 stop.may_interrupt(partial(write_curves, directory, ends=False))
                 drawn_at = clock
 
-        # Once in a while: save. `ends` is read once, because a signal may arrive at any time.
+        # Periodically: save. `ends` is read once, because a signal may arrive at any time.
         ends = is_last or stop.agreed is not None or progress.out_of_patience(flags.patience)
         is_best = flags.keep_best and progress.is_best
         is_due = (step % flags.ckpt_every == 0 or is_best) and not progress.skipped
@@ -1251,7 +1256,7 @@ def main(
         stop.agree(votes)
         # ------------------------------------------------------------------------------------------
 
-        # The step's numbers, and once in a while a line of the log
+        # The step's numbers, and periodically a line of the log
         rate = plan.step_bytes / (time.perf_counter() - began)
         length = round(max(1.0, metrics["bytes_per_segment"]), 1)
         metrics |= dict(

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from spider.errors import UsageError, run_command
 
-PARENT_PID = os.getppid()  # read now: the parent may die in the seconds that importing torch takes
+PARENT_PID = os.getppid()  # read now: the parent may die while torch is being imported
 
 # How long an idle thread spins before it gives up its core: for libgomp in rounds of a loop, by
 # default 300,000; for libomp (macOS) in milliseconds, by default 200

@@ -16,7 +16,11 @@ from spider.vocabulary import VOCAB_SIZE
 SPLITS = ("train", "val")
 METADATA = "metadata.json"
 ID_BYTES = 2  # bytes that an id takes in a shard
-SKIPPED = (".", "node_modules", "site-packages")  # do not enter folders whose names begin so
+SKIPPED = (
+    ".",
+    "node_modules",
+    "site-packages",
+)  # do not enter folders whose names start with these
 
 
 class ShardEntry(NamedTuple):

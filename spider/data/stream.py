@@ -1,8 +1,8 @@
 """Read shards as one stream of ids; describe the layout of an optimizer step. data.py, training and
 inference share both.
 
-torch is imported where it is used, because `data.py prepare` needs neither its memory nor its
-seconds.
+torch is imported where it is used, because `data.py prepare` should not pay for torch's memory
+and import time.
 """
 
 from __future__ import annotations
