@@ -5,9 +5,9 @@
     torchrun --standalone --nproc_per_node 8 train.py --data_dir data --shards 8  # several GPUs
 
 The same command resumes from the newest checkpoint in --ckpt_dir. All randomness is a function of
-(--seed, step, position), so an interrupted run gives the same result as an
-uninterrupted run. --model selects a
-recipe, which sets the defaults of other flags (RECIPES in train.py); --dry_run shows them.
+(--seed, step, position), so an interrupted run gives the same result as an uninterrupted run.
+--model selects a recipe, which sets the defaults of other flags (RECIPES in train.py); --dry_run
+shows them.
 """
 
 # From top to bottom: flags -> recipes -> schedule -> model and optimizers -> one optimizer step ->
@@ -150,8 +150,8 @@ class Flags:
     )
     resume: str | None = flag(
         None,
-        "checkpoint to start from, or a run's directory (its newest checkpoint); the run continues "
-        "in --ckpt_dir, unless --ckpt_dir already holds a run, which is then resumed instead",
+        "checkpoint to start from, or a run's directory (its newest checkpoint); ignored if "
+        "--ckpt_dir already holds a run, which resumes",
         path_name,
         "CHECKPOINT",
     )
@@ -245,8 +245,8 @@ class Flags:
     )
     dropout: float = flag(
         0.0,
-        "dropout at the core's input and output; bytes get a fifth of it. It grows from 0 in epoch "
-        "1 to RATE in epoch 11",
+        "dropout at the core's input and output; byte layers use a fifth of it. It grows from 0 in "
+        "epoch 1 to RATE in epoch 11",
         real(0, 0.9),
         "RATE",
     )
@@ -273,8 +273,8 @@ class Flags:
     )
     moe_backend: str = flag(
         "auto",
-        "kernels that multiply the experts' weights; auto: tile if it works, else grouped, except "
-        "that GPUs without torch's grouped kernel use triton; loop: the reference",
+        "kernels of the experts; auto: tile if it works, else grouped, else (if torch has no "
+        "grouped kernel for this GPU) triton; loop: the reference",
         choices=("auto", *BACKENDS),
     )
     compile: str = flag(
@@ -292,8 +292,8 @@ class Flags:
     )
     shards: int = flag(
         1,
-        "ranks that share one copy of weights, gradients and optimizer state (FSDP); further "
-        "groups of ranks hold replicas",
+        "ranks per FSDP group, which share one copy of weights, gradients and optimizer state; "
+        "with more ranks, each group holds a replica",
         integer(1),
         "RANKS",
     )
@@ -330,8 +330,8 @@ class Flags:
 
     log_every: int | None = flag(
         None,
-        "steps between lines of the log; default: a line every ten seconds or every hundredth of "
-        "the run, whichever is longer, but at least every ten minutes",
+        "steps between lines of the log; default: a line per hundredth of the run, but at most one "
+        "every ten seconds and at least one every ten minutes",
         *SOME_STEPS,
         heading="logs",
     )
@@ -357,7 +357,8 @@ UNRECORDED = """
 # Flags that an environment variable also sets; its name is the flag's in capitals
 ENVIRONMENT = "data_dir target_tokens n_loops seq_len micro_batch grad_accum lr ckpt_every".split()
 
-# Mutually exclusive flags: one that is set in a source drops the others from weaker sources.
+# Mutually exclusive flags: if one is set, say on the command line, the others are dropped from
+# where precedence is lower, say the --config file.
 HORIZONS = ("target_tokens", "minutes", "target_flops", "target_param_data_ratio")
 ALTERNATIVES = (HORIZONS, ("grad_accum", "global_batch"), ("data_dir", "mock_data", "text"))
 
@@ -442,7 +443,7 @@ def remaining(weaker: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
 
 
 def default_ckpt_dir(flags: Flags) -> str:
-    """Return the default of --ckpt_dir: `checkpoints`, to which these flags add a directory each.
+    """Return the default of --ckpt_dir: `checkpoints`, plus a subdirectory for each of these cases:
 
     --mock_data                                   mock
     --text PATH                                   NAME
@@ -508,15 +509,15 @@ def fitted_lr(flags: Flags, config: SpiderConfig) -> float:
 
 
 def fitted_warmup(flags: Flags, config: SpiderConfig) -> int:
-    """Return the number of warm-up steps: 1/25 of the horizon, between 6 and 40; below a horizon of
-    30 steps, 1/5."""
+    """Return the number of warm-up steps: 1/25 of the horizon, clamped to 6..40; 1/5 of a
+    horizon under 30 steps."""
     steps = steps_of(flags)
     return int(min(40, max(steps / 25, min(6, steps / 5))))
 
 
 def ten_evaluations(flags: Flags, config: SpiderConfig) -> int:
-    """Return the interval, in steps, of ten evaluations per run. resolve.with_evaluations makes
-    fewer of them if they would take too long."""
+    """Return --eval_every for ten evaluations per run. resolve.with_evaluations makes fewer of them
+    if they would take too long."""
     return max(1, math.ceil(steps_of(flags) / 10))
 
 
@@ -549,7 +550,7 @@ RECIPES = {
 # --------------------------------------------------------------------------------------------------
 # The schedule: everything that varies by step
 
-# Fraction of the horizon in which halting probabilities grow to full, so that every loop learns
+# Fraction of the horizon in which halting probabilities ramp up, so that every loop learns
 # (docs/results/mechanisms.md)
 HALTING_WARMUP = 1 / 8
 DROPOUT_EPOCHS = 10  # complete epochs until dropout reaches --dropout
@@ -603,7 +604,7 @@ def lr_factor(step: int, horizon: int, flags: Flags) -> float:
 
 
 def epochs_in(n_bytes: int, loader: Loader) -> np.ndarray:
-    """Return how many epochs of each source n_bytes training bytes are."""
+    """Convert a number of training bytes to epochs of each source."""
     return n_bytes * loader.share / loader.targets
 
 
@@ -656,7 +657,7 @@ def build_model(model: Spider, plan: Plan, world: World) -> Spider:
         logger.info(fp8.describe_fp8(model, flags.fp8_experts))
         fp8.convert_to_fp8(model, world.device, flags.fp8_experts, plan.step_bytes // plan.ranks)
     if flags.compile != "off" and (obstacle := model.compile_layers()):
-        logger.warning(f"compiled only the byte layers, not the core's: {obstacle}")
+        logger.warning(f"compiled the byte layers but not the core: {obstacle}")
     model.train()
     shard_model(model, world, flags.grad_accum)
     return model
@@ -672,7 +673,7 @@ def warm_up(model: Spider, plan: Plan, batch: Batch):
     try:
         with model.cast_weights_once():
             for noise_seed in range(2):
-                if flags.grad_accum == 1:  # as in a step: no gradients to add to
+                if flags.grad_accum == 1:  # like a step: start without gradients
                     model.zero_grad()
                 out = model(
                     batch.ids,
@@ -705,8 +706,8 @@ SPARE = 0.1
 
 
 def can_test_memory(world: World) -> bool:
-    """Return whether the warm-up tests that a step fits: only on one GPU, since several ranks would
-    have to agree on the outcome."""
+    """Return whether to check in the warm-up that a step fits into memory. Only on one GPU: several
+    ranks would have to agree on the outcome."""
     return world.device.type == "cuda" and world.ranks == 1
 
 
@@ -721,8 +722,8 @@ def fit_micro_batch(
     if not (tests_memory or plan.flags.precision == "fp8" or plan.flags.compile != "off"):
         return plan
     total = machine.memory_of(world.device)
-    # A step allocates more than the two passes: the table gradients of all its micro-steps, and in
-    # a new run the optimizers' state.
+    # On top of what the two passes allocate, a step needs the table gradients of all its
+    # micro-steps and, in a new run, the optimizers' state.
     state_to_come = 0.0
     if not any(optimizer.state for optimizer in optimizers.by_name.values()):
         state = estimate.state_size(model, plan.flags.optimizer)
@@ -749,7 +750,7 @@ def fit_micro_batch(
         logger.warning(
             f"--micro_batch {before} needs at least {taken / 1e9:.1f} GB of the GPU's "
             f"{total / 1e9:.1f}: using --micro_batch {plan.flags.micro_batch} --grad_accum "
-            f"{plan.flags.grad_accum}, so that a step still has the same bytes"
+            f"{plan.flags.grad_accum}, so the bytes of a step stay the same"
         )
 
 
@@ -777,7 +778,7 @@ def accumulate(model: Spider, batches: list[Batch], now: StepSettings) -> dict[s
     Return sums over the micro-steps of this rank: loss (nats), total_loss, segments, mean_loops,
     the other loss terms, n_bytes, tokens_per_expert [L, E] (L: layers with experts), and
     boundary_counts (Spider.update_boundaries).
-    The host waits for the device once per micro-step, for the number of segments."""
+    One host-device sync per micro-step, for the number of segments."""
     sharding = sharding_of(model)
     passes = len(batches) * sharding.ranks
     targets = sum(batch.targets for batch in batches)
@@ -825,8 +826,8 @@ def accumulate(model: Spider, batches: list[Batch], now: StepSettings) -> dict[s
 
 
 def scalar_like(number: float, like: Tensor) -> Tensor:
-    """Make a float64 scalar on the device of `like`. It is filled in on the device: the host would
-    wait for a copy."""
+    """Make a float64 scalar on the device of `like`. Fill it on the device, because a copy from the
+    host would synchronize."""
     return like.new_full((), number, dtype=torch.float64)
 
 
@@ -897,8 +898,8 @@ def update(
     now: StepSettings,
     grad_clip: float,
 ) -> bool:
-    """Update the weights from the accumulated gradients; return whether they changed. A loss or
-    gradient that is not finite changes nothing."""
+    """Update the weights from the accumulated gradients; return whether they changed. Skip
+    the update if loss or gradient is not finite."""
     metrics = numbers.metrics
     norm = metrics["grad_norm"]
     finite = math.isfinite(metrics["total_loss"]) and math.isfinite(norm)
@@ -989,7 +990,7 @@ def log_sample(model: Spider, step: int, flags: Flags, validation: Validation):
     generator = torch.Generator(whole.embed_tokens.device)
     generator.manual_seed(step_seed(flags.seed, step, "sample"))
     whole.eval()
-    n_bytes = 200 if flags.sample_every else 64  # a line or two at the end of a run
+    n_bytes = 200 if flags.sample_every else 64  # 64: the short sample at the end of a run
     began = time.perf_counter()
     generated = []
     try:
@@ -1012,7 +1013,7 @@ def time_steps(plan: Plan, world: World, loader: Loader) -> float:
     """Time a few mid-run optimizer steps on a throwaway model; return bytes/s."""
     flags = plan.flags
     logger.info(f"timing a few steps of {plan.step_bytes:,} bytes")
-    # Build another model, since the run needs plan.model; a subclass may not be copyable.
+    # The run needs plan.model. Build another model, since a subclass may not be copyable.
     model = build_model(on_meta(plan.model_class, plan.config), plan, world)
     optimizers = optimizers_of(flags, model)
     plan = fit_micro_batch(model, optimizers, plan, loader, world)
@@ -1151,8 +1152,7 @@ def main(
     resumes_in_place = start.is_in(plan.flags.ckpt_dir)
     starts_from_weights = start.path is not None and not start.resumes
     del start  # free the checkpoint's tensors before the warm-up measures memory
-    # Start at the rate of the step before: if the run only evaluates and saves, the checkpoint
-    # records this rate.
+    # Set the previous step's rate: a run that only evaluates saves it in the checkpoint.
     last_rate = rate_of(max(0, progress.step - 1))
     optimizers.set_lr(plan.flags.lr, last_rate)
     plan = fit_micro_batch(model, optimizers, plan, loader, world)
@@ -1185,13 +1185,13 @@ def main(
     if world.is_rank0:
         if flags.profile:
             profiler = start_profiler(directory, closing)
-        # Opened last: a signal before this line leaves the file as it is. The line of the step to
-        # resume from is dropped, and the loop writes it again, with the evaluation.
+        # Opened last, so that a signal before now leaves the file untouched. Opening drops the
+        # record of the resumed step; the loop writes it again, with the evaluation.
         first_line = progress.step if progress.metrics else progress.step + 1
         metrics_file = closing.enter_context(Metrics(directory / "metrics.jsonl", first_line))
-        # A signal skips the last curves: there may be time only to save.
+        # After a signal, skip the final plot: there may be time only to save.
         closing.callback(stop.may_interrupt, partial(write_curves, directory, ends=True))
-    closing.callback(writer.thread.shutdown)  # before the file closes, which the thread syncs
+    closing.callback(writer.thread.shutdown)  # runs before the file is closed: the thread syncs it
     drawn_at = time.perf_counter()  # when curves.png was drawn
 
     def save():
@@ -1234,7 +1234,7 @@ def main(
                 stop.may_interrupt(partial(write_curves, directory, ends=False))
                 drawn_at = clock
 
-        # Periodically: save. `ends` is read once, because a signal may arrive at any time.
+        # Periodically: save. `ends` is computed once: a signal may change `stop` between its uses.
         ends = is_last or stop.agreed is not None or progress.out_of_patience(flags.patience)
         is_best = flags.keep_best and progress.is_best
         is_due = (step % flags.ckpt_every == 0 or is_best) and not progress.skipped
@@ -1325,7 +1325,7 @@ def command_line(argv: list[str] | None = None, model_class: type[Spider] = Spid
                 status = 128 + number
                 if world.is_rank0:
                     errors.print_error("train.py", f"{number.name}: {stopped}")
-                if not stop.agreed:  # before the first step, other ranks may be in a collective
+                if not stop.agreed:  # before step 1: no leave(), as ranks may be in a collective
                     return status
             except Diverged:  # on all ranks, after the same step
                 world.leave()
