@@ -151,7 +151,7 @@ class Flags:
     resume: str | None = flag(
         None,
         "checkpoint to start from, or a run's directory (its newest checkpoint); ignored if "
-        "--ckpt_dir already holds a run, which resumes",
+        "--ckpt_dir already holds a run: that run resumes instead",
         path_name,
         "CHECKPOINT",
     )
@@ -357,8 +357,8 @@ UNRECORDED = """
 # Flags that an environment variable also sets; its name is the flag's in capitals
 ENVIRONMENT = "data_dir target_tokens n_loops seq_len micro_batch grad_accum lr ckpt_every".split()
 
-# Mutually exclusive flags: if one is set, say on the command line, the others are dropped from
-# where precedence is lower, say the --config file.
+# Mutually exclusive flags: a flag set in one source (say, the command line) drops the others from
+# sources of lower precedence (say, the --config file).
 HORIZONS = ("target_tokens", "minutes", "target_flops", "target_param_data_ratio")
 ALTERNATIVES = (HORIZONS, ("grad_accum", "global_batch"), ("data_dir", "mock_data", "text"))
 
@@ -722,8 +722,8 @@ def fit_micro_batch(
     if not (tests_memory or plan.flags.precision == "fp8" or plan.flags.compile != "off"):
         return plan
     total = machine.memory_of(world.device)
-    # On top of what the two passes allocate, a step needs the table gradients of all its
-    # micro-steps and, in a new run, the optimizers' state.
+    # A step needs more than the two passes allocate: the rest of its micro-steps' table gradients
+    # and, in a new run, the optimizers' state.
     state_to_come = 0.0
     if not any(optimizer.state for optimizer in optimizers.by_name.values()):
         state = estimate.state_size(model, plan.flags.optimizer)
@@ -1013,7 +1013,7 @@ def time_steps(plan: Plan, world: World, loader: Loader) -> float:
     """Time a few mid-run optimizer steps on a throwaway model; return bytes/s."""
     flags = plan.flags
     logger.info(f"timing a few steps of {plan.step_bytes:,} bytes")
-    # The run needs plan.model. Build another model, since a subclass may not be copyable.
+    # Leave plan.model to the run. Build a second model from its class: a deepcopy might fail.
     model = build_model(on_meta(plan.model_class, plan.config), plan, world)
     optimizers = optimizers_of(flags, model)
     plan = fit_micro_batch(model, optimizers, plan, loader, world)
@@ -1152,7 +1152,8 @@ def main(
     resumes_in_place = start.is_in(plan.flags.ckpt_dir)
     starts_from_weights = start.path is not None and not start.resumes
     del start  # free the checkpoint's tensors before the warm-up measures memory
-    # Set the previous step's rate: a run that only evaluates saves it in the checkpoint.
+    # If only the last evaluation is missing, the run saves without a step, so set the rate that
+    # its last step used.
     last_rate = rate_of(max(0, progress.step - 1))
     optimizers.set_lr(plan.flags.lr, last_rate)
     plan = fit_micro_batch(model, optimizers, plan, loader, world)
@@ -1186,7 +1187,7 @@ def main(
         if flags.profile:
             profiler = start_profiler(directory, closing)
         # Opened last, so that a signal before now leaves the file untouched. Opening drops the
-        # record of the resumed step; the loop writes it again, with the evaluation.
+        # line of the step resumed from; the loop writes it again, with its evaluation if one is due.
         first_line = progress.step if progress.metrics else progress.step + 1
         metrics_file = closing.enter_context(Metrics(directory / "metrics.jsonl", first_line))
         # After a signal, skip the final plot: there may be time only to save.
