@@ -1187,7 +1187,7 @@ def main(
         if flags.profile:
             profiler = start_profiler(directory, closing)
         # Opened last, so that a signal before now leaves the file untouched. Opening drops the
-        # line of the step resumed from; the loop writes it again, with its evaluation if one is due.
+        # line of the step resumed from; the loop writes it again, with any evaluation due.
         first_line = progress.step if progress.metrics else progress.step + 1
         metrics_file = closing.enter_context(Metrics(directory / "metrics.jsonl", first_line))
         # After a signal, skip the final plot: there may be time only to save.
