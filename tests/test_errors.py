@@ -39,12 +39,12 @@ def raises(fault: BaseException):
         ),
     ),
 )
-def test_expected_error_is_one_line_and_a_status(capsys, fault, status, line):
+def test_expected_errors_print_one_line_and_set_the_exit_status(capsys, fault, status, line):
     assert run_command(raises(fault), "x.py", interrupted="stopped") == status
     assert capsys.readouterr() == ("", f"x.py: {line}\n")
 
 
-def test_torchruns_report_ends_with_the_line_of_the_error(tmp_path, monkeypatch):
+def test_torchrun_report_ends_with_the_error_line(tmp_path, monkeypatch):
     file = tmp_path / "error.json"  # torchrun gives each rank one
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
     run_command(raises(UsageError("give --target_tokens")), "x.py")
@@ -53,7 +53,7 @@ def test_torchruns_report_ends_with_the_line_of_the_error(tmp_path, monkeypatch)
     assert last == "  traceback : error: give --target_tokens"
 
 
-def test_defect_keeps_its_traceback():
+def test_unexpected_error_keeps_its_traceback():
     with pytest.raises(RuntimeError, match="a defect"):
         run_command(raises(RuntimeError("a defect")), "x.py")
 
@@ -66,8 +66,8 @@ def test_defect_keeps_its_traceback():
         ("<&- >&- 2>&-", "", ""),
     ),
 )
-def test_no_file_takes_the_place_of_a_stream_that_the_caller_closed(tmp_path, closed, out, err):
-    """Else what a program prints would be written into one of its own files."""
+def test_closed_standard_stream_is_not_replaced_by_a_file(tmp_path, closed, out, err):
+    """A file in its place would receive what the program prints."""
     program = f"""
 import os, sys
 from spider.errors import print_status, run_command, print_line
@@ -85,7 +85,7 @@ sys.exit(run_command(work, "x.py"))"""
     assert (done.stdout, done.stderr) == (out, err)
 
 
-def test_names_and_data_cannot_control_the_terminal():
+def test_names_and_data_cannot_send_terminal_control_sequences():
     assert one_line("a\x1b[2J\r\n\u202e\udcff\u6f22") == "a\\x1b[2J\\r\\n\\u202e\\udcff\u6f22"
     ids = [257, *"a\\\n\u6f22".encode(), 0xE6, 256, 271]
     assert printable(ids) == "\\<BOS>a\\\\\\n\u6f22\\xe6\\<PAD>\\<271>"
@@ -96,7 +96,7 @@ def test_names_and_data_cannot_control_the_terminal():
     "number, nohup",
     ((signal.SIGINT, []), (signal.SIGTERM, []), (signal.SIGHUP, []), (signal.SIGHUP, ["nohup"])),
 )
-def test_a_script_that_a_signal_ends_leaves_nothing_in_its_output(tmp_path, number, nohup):
+def test_script_ended_by_a_signal_leaves_no_partial_output(tmp_path, number, nohup):
     """It waits for text on stdin. Under nohup it outlives its terminal."""
     out = tmp_path / "out"
     command = [*nohup, sys.executable, "data.py", "prepare", "-", "--out", out]

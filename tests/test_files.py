@@ -16,7 +16,7 @@ from test_errors import raises
 
 
 @pytest.mark.parametrize("where", ("writing", "replace"))
-def test_durable_file_that_fails_leaves_the_old_one_and_nothing_else(tmp_path, monkeypatch, where):
+def test_failed_atomic_write_leaves_only_the_old_file(tmp_path, monkeypatch, where):
     fail = raises(OSError(28, "No space left on device"))
     (tmp_path / "a").write_text("old")
     if where == "replace":
@@ -29,7 +29,7 @@ def test_durable_file_that_fails_leaves_the_old_one_and_nothing_else(tmp_path, m
 
 
 @pytest.mark.parametrize("name", ("folder", "pipe", "link", "/dev/stdout"))
-def test_durable_file_replaces_no_directory_pipe_or_device(tmp_path, monkeypatch, name):
+def test_atomic_write_does_not_replace_directories_pipes_or_devices(tmp_path, monkeypatch, name):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "folder").mkdir()
     (tmp_path / "link").symlink_to("/dev/zero")
@@ -43,8 +43,8 @@ def test_durable_file_replaces_no_directory_pipe_or_device(tmp_path, monkeypatch
     assert sorted(os.listdir(tmp_path)) == ["folder", "link", "pipe"]
 
 
-def test_durable_file_writes_through_no_link(tmp_path):
-    """No name of a temporary file is used again."""
+def test_atomic_write_does_not_follow_links(tmp_path):
+    """Each temporary file has a new name."""
     path = tmp_path / "a"
     victim = tmp_path / "victim"
     victim.write_text("old")
@@ -57,7 +57,7 @@ def test_durable_file_writes_through_no_link(tmp_path):
     assert victim.read_text() == "old"
 
 
-def test_a_second_writer_of_a_file_does_not_disturb_the_first(tmp_path, monkeypatch):
+def test_second_writer_does_not_disturb_the_first(tmp_path, monkeypatch):
     """It takes the first one's temporary file, not yet locked, for that of a killed process, locks
     it and deletes it."""
     lock_open_file = files.lock_open_file
@@ -105,7 +105,7 @@ def test_lock_excludes_others_until_its_file_is_deleted(tmp_path, monkeypatch):
         assert os.listdir(tmp_path) == []
 
 
-def test_file_system_without_locks_is_noted_and_nothing_stays_that_could_block_the_next_run(
+def test_file_system_without_locks_is_reported_and_leaves_no_lock_file(
     tmp_path, monkeypatch, capsys
 ):
     monkeypatch.setattr(fcntl, "flock", raises(OSError(errno.ENOSYS, "Function not implemented")))

@@ -69,12 +69,12 @@ def tables(adaptation: DynamicEvaluation) -> list[list[torch.Tensor]]:
     ]
 
 
-def test_chunks_count_each_label_once_after_up_to_1024_bytes():
+def test_chunks_score_each_label_once_with_up_to_1024_bytes_of_context():
     chunks = [*cut_spans(2500, first=1024, counted=1024, context=1024)]
     assert chunks == [(0, 1024, 0), (0, 2048, 1024), (1024, 2499, 1024)]
 
 
-def test_first_chunk_is_scored_by_the_checkpoint_and_later_ones_better(checkpoint):
+def test_later_chunks_score_better_than_with_the_checkpoint(checkpoint):
     ids = text(CHUNK + 200)
     plain = plain_model(checkpoint)
     totals = read(adaptation_of(checkpoint), ids[: CHUNK + 1])
@@ -85,10 +85,10 @@ def test_first_chunk_is_scored_by_the_checkpoint_and_later_ones_better(checkpoin
     assert totals.nats < nats(plain, ids) - 1
 
 
-def test_a_step_is_that_of_training_for_tables_and_adamw_for_other_weights(checkpoint):
-    """Beside dense arithmetic. Tables: row-wise Adagrad by the gradient of the sum over bytes,
-    divided by the bytes of a training step. In AdamW's first step every weight with a gradient
-    moves by the rate, whatever the gradient's size."""
+def test_step_updates_tables_as_in_training_and_other_weights_with_adamw(checkpoint):
+    """Compare with dense arithmetic. Tables: row-wise Adagrad with the gradient of the sum over
+    bytes, divided by the bytes of a training step. In AdamW's first step, every weight with a
+    gradient moves by the learning rate, whatever the gradient's size."""
     ids = text(60)
     model = plain_model(checkpoint)
     loss = model(ids[None, :-1], ids[None, 1:], n_loops=2).nats_per_byte
@@ -120,7 +120,7 @@ def test_a_step_is_that_of_training_for_tables_and_adamw_for_other_weights(check
     assert compared > 100
 
 
-def test_special_ids_are_context_alone_and_no_gradient_is_left(checkpoint):
+def test_special_ids_are_only_context_and_no_gradients_remain(checkpoint):
     ids = text(300)
     ids[1:200] = EOS_ID + 1 + ids[1:200] % 13  # sentinels, which end no document
     adaptation = adaptation_of(checkpoint)
@@ -135,7 +135,7 @@ def test_special_ids_are_context_alone_and_no_gradient_is_left(checkpoint):
     assert_same(dict(adaptation.model.named_buffers()), buffers)
 
 
-def test_adaptation_needs_tables_and_their_accumulators(checkpoint):
+def test_dynamic_evaluation_requires_tables_and_their_accumulators(checkpoint):
     model = plain_model(checkpoint)
     for change in (dict(optimizer_state_dict={}), dict(bytes_seen=0), dict(step=0)):
         with pytest.raises(CheckpointError, match="an export has no optimizer state"):
@@ -172,7 +172,7 @@ def figures(figures):
     return partial(figures, "--precision", "fp32")
 
 
-def test_eval_adapts_to_each_text_from_the_checkpoints_weights(trained, tmp_path, figures):
+def test_eval_adapts_to_each_text_starting_from_the_checkpoint(trained, tmp_path, figures):
     first = tmp_path / "a.txt"
     first.write_text("abcdefgh " * 200)
     second = tmp_path / "b.jsonl"
@@ -185,7 +185,7 @@ def test_eval_adapts_to_each_text_from_the_checkpoints_weights(trained, tmp_path
     assert adapted[1:] == figures(trained, "--eval", second, "--adapt")
 
 
-def test_prepared_data_is_scored_by_the_targets_of_training(trained, tmp_path, figures):
+def test_prepared_data_is_scored_on_the_same_targets_as_in_training(trained, tmp_path, figures):
     data = trained.parent / "data"
     (found,) = figures(trained, "--eval", data, "--adapt")
     assert found["bytes"] == 299

@@ -55,7 +55,7 @@ def greedy(model: Spider, text: bytes, count: int = MAX_BYTES) -> bytes:
     return bytes(model.generate([BOS_ID, *text], count, temperature=0))
 
 
-def test_dialogue_continues_all_that_was_typed_and_written(model, dialogue):
+def test_dialogue_keeps_all_input_and_output_in_context(model, dialogue):
     printed = dialogue(model, ["ab", "", "c\\", "d", "", os.fsdecode(b"\xff")])
     assert printed.pop(2) == b""  # between the two lines of one input
     text = b""
@@ -93,7 +93,7 @@ def test_ctrl_c_ends_a_turn_and_keeps_its_bytes_in_context(model, dialogue, monk
         (b"12xy", b"y", b"y"),
     ),
 )
-def test_input_begins_a_document_after_eos_and_follows_a_line_break_or_stop_text_directly(
+def test_input_starts_a_document_after_eos_but_not_after_a_line_or_stop_text(
     model, dialogue, monkeypatch, answer, before_c, before_nothing
 ):
     fed = []
@@ -111,7 +111,7 @@ def test_input_begins_a_document_after_eos_and_follows_a_line_break_or_stop_text
 
 
 @pytest.mark.parametrize("size", (1, 2, 3, 5))
-def test_no_repeat_ngram_size_forbids_what_transformers_forbids(size):
+def test_no_repeat_ngram_size_matches_transformers(size):
     from transformers import NoRepeatNGramLogitsProcessor
 
     written = torch.randint(0, 4, (3, 40), generator=torch.Generator().manual_seed(size))

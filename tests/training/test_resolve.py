@@ -61,7 +61,7 @@ RTX_5080 = "cuda", True, 16e9
         ("base", start(recipe="small"), CPU, "base"),
     ),
 )
-def test_the_recipe_is_that_of_the_flag_the_checkpoint_or_the_device(
+def test_recipe_comes_from_flag_then_checkpoint_then_device(
     monkeypatch, model, checkpoint, device, recipe
 ):
     name, has_bf16, memory = device
@@ -78,7 +78,7 @@ def test_the_recipe_is_that_of_the_flag_the_checkpoint_or_the_device(
         ("--n_loops 2", start(n_loops=3), dict(n_loops=2)),
     ),
 )
-def test_a_recipe_fills_in_what_is_not_given(argv, checkpoint, expected):
+def test_recipe_sets_flags_that_are_not_given(argv, checkpoint, expected):
     flags = with_recipe(command(argv), RECIPES["tiny"], checkpoint)
     assert {name: getattr(flags, name) for name in expected} == expected
 
@@ -91,13 +91,13 @@ def test_a_recipe_fills_in_what_is_not_given(argv, checkpoint, expected):
         ("--minutes 5", False, 12_000_000, 262_144),
     ),
 )
-def test_a_resumed_run_of_minutes_keeps_its_horizon(argv, resumes, target_tokens, eval_tokens):
+def test_resumed_minutes_run_keeps_its_horizon(argv, resumes, target_tokens, eval_tokens):
     recorded = dict(minutes=5.0, target_tokens=640_000, eval_tokens=4096)
     flags = with_recipe(command(argv), RECIPES["tiny"], start(resumes, flags=recorded))
     assert (flags.target_tokens, flags.eval_tokens) == (target_tokens, eval_tokens)
 
 
-def test_minutes_for_a_run_that_was_started_without_them_are_refused():
+def test_minutes_are_refused_for_a_run_started_without_them():
     """They chose its horizon: another run would continue it unasked."""
     with pytest.raises(UsageError, match="without --minutes: leave the flag out"):
         resolve.check_minutes(replace(Flags(), minutes=0.05), {})
@@ -128,7 +128,7 @@ def test_minutes_for_a_run_that_was_started_without_them_are_refused():
         ),
     ),
 )
-def test_flags_that_do_not_fit_together_or_the_model_are_refused(argv, complaint):
+def test_flags_that_contradict_each_other_or_the_model_are_refused(argv, complaint):
     with pytest.raises(UsageError, match=complaint):
         resolved("--model", "tiny", *argv.split())
 
@@ -136,7 +136,7 @@ def test_flags_that_do_not_fit_together_or_the_model_are_refused(argv, complaint
 @pytest.mark.parametrize(
     "settings, cleared", (("", True), ("engram_layers=,engram_byte_contexts=", False))
 )
-def test_tables_are_cleared_by_default_only_where_there_are_some(settings, cleared):
+def test_engram_reset_is_off_for_models_without_tables(settings, cleared):
     assert resolved("--model", "tiny", f"--set={settings}").flags.engram_reset == cleared
 
 
@@ -153,7 +153,7 @@ def test_tables_are_cleared_by_default_only_where_there_are_some(settings, clear
         (2, "--global_batch 4096", (64, 1)),
     ),
 )
-def test_a_step_is_split_into_micro_steps_over_ranks(ranks, argv, first):
+def test_step_is_split_into_micro_steps_over_ranks(ranks, argv, first):
     flags, given, _ = command(f"--seq_len 32 {argv}")
     splits = splits_of(flags, given, ranks)
     assert (*splits[0].values(),) == first
@@ -170,7 +170,7 @@ def test_a_step_is_split_into_micro_steps_over_ranks(ranks, argv, first):
         ("--micro_batch 8", 8, 2048),
     ),
 )
-def test_1b_takes_131072_bytes_a_step_or_a_few_more_unless_a_flag_sets_the_batch(
+def test_1b_uses_131072_bytes_per_step_unless_a_flag_sets_the_batch(
     argv, sequences, length, monkeypatch
 ):
     monkeypatch.setattr(machine, "memory_of", lambda *_: 1e12)
@@ -179,7 +179,7 @@ def test_1b_takes_131072_bytes_a_step_or_a_few_more_unless_a_flag_sets_the_batch
     assert flags.global_batch == sequences * length
 
 
-def test_a_resumed_run_prefers_its_split():
+def test_resumed_run_prefers_its_previous_split():
     flags, given, _ = command("--seq_len 32 --global_batch 4096")
     splits = splits_of(flags, given, 1, start(flags=dict(micro_batch=16)))
     assert splits[:2] == [
@@ -188,7 +188,7 @@ def test_a_resumed_run_prefers_its_split():
     ]
 
 
-def test_of_a_step_with_thousands_of_splits_a_few_are_tried_with_the_smallest_among_them():
+def test_few_of_thousands_of_splits_are_tried_including_the_smallest():
     """The number of bytes has 103,680 divisors; the memory of each split takes milliseconds."""
     flags, given, _ = command("--seq_len 32 --global_batch 897612484786617600")
     sizes = [split["micro_batch"] for split in splits_of(flags, given, 1)]
@@ -207,7 +207,7 @@ def of_horizon(argv: str, config=TINY) -> Flags:
     return resolve.with_horizon(flags, given, RECIPES["tiny"], on_meta(config))
 
 
-def test_a_horizon_by_flops_or_parameters_is_within_the_bounds_of_its_flag():
+def test_horizon_from_flops_or_parameters_is_clamped_to_the_flags_range():
     for argv, expected in (
         ("--target_flops 1e-320", 1),
         ("--target_flops 1.7e308", (1 << 62) - 1),
@@ -216,7 +216,7 @@ def test_a_horizon_by_flops_or_parameters_is_within_the_bounds_of_its_flag():
         assert of_horizon(argv).target_tokens == expected
 
 
-def test_the_largest_rate_of_a_recipe_is_halved_by_a_fourfold_width_and_by_adamw():
+def test_recipe_lr_halves_at_four_times_the_width_and_for_adamw():
     """Golden values have the rates by steps, and the rules for the other horizons."""
     one_step = "--target_tokens 4096"
     assert of_horizon(one_step, replace(TINY, hidden_size=512)).lr == 0.01
@@ -224,7 +224,7 @@ def test_the_largest_rate_of_a_recipe_is_halved_by_a_fourfold_width_and_by_adamw
         assert of_horizon(f"{one_step} --optimizer {optimizer}").lr == 0.01
 
 
-def test_a_short_run_warms_up_in_six_steps_unless_a_flag_says_otherwise():
+def test_short_run_warms_up_in_six_steps_by_default():
     horizon = f"--target_tokens {91 * 4096}"
     assert of_horizon(horizon).warmup_steps == 6
     assert of_horizon(f"{horizon} --warmup_steps 7").warmup_steps == 7
@@ -246,7 +246,7 @@ def test_a_short_run_warms_up_in_six_steps_unless_a_flag_says_otherwise():
         ("--max_steps 5", 25, 111_542, 25, 51_200),
     ),
 )
-def test_the_evaluations_of_a_recipe_take_at_most_a_sixth_of_the_training_unless_a_flag_says_so(
+def test_evaluations_take_at_most_a_sixth_of_training_unless_a_flag_is_set(
     argv, steps, held_out, eval_every, eval_tokens
 ):
     """An evaluated byte takes a third of a trained one, and a step has 4,096 bytes."""
@@ -259,14 +259,14 @@ def test_the_evaluations_of_a_recipe_take_at_most_a_sixth_of_the_training_unless
     "resumes, recorded, eval_tokens",
     ((True, 1, 51_200), (True, 262_144, 262_144), (False, 262_144, 51_200)),
 )
-def test_a_resumed_run_evaluates_as_many_bytes_as_before_that_limit(resumes, recorded, eval_tokens):
+def test_run_resumed_from_before_the_limit_keeps_its_eval_tokens(resumes, recorded, eval_tokens):
     asked = resolved("--model", "tiny", "--target_tokens", str(25 * 4096))
     checkpoint = start(resumes, flags=dict(eval_tokens=recorded))
     flags = resolve.with_evaluations(asked, 111_542, checkpoint).flags
     assert (flags.eval_every, flags.eval_tokens) == (25, eval_tokens)
 
 
-def test_a_run_fits_its_evaluations_into_its_minutes():
+def test_minutes_include_the_time_of_evaluations():
     """At 1,000 bytes/s. An evaluated byte takes a third of a trained one."""
 
     def fitted(minutes: float, argv: str, held_out=70_000) -> tuple[int, int, int]:
@@ -288,7 +288,7 @@ def test_a_run_fits_its_evaluations_into_its_minutes():
     assert fitted(1e-5, "--eval_every 0")[0] == 100  # a step
 
 
-def test_a_run_makes_the_evaluations_that_its_recipe_can_afford(tmp_path, argv_of):
+def test_run_makes_the_evaluations_that_its_recipe_can_afford(tmp_path, argv_of):
     """Of 300 held-out bytes, after steps of 64 bytes: ten would cost as much as 1,000 bytes, of
     2,560."""
     argv = argv_of("--model tiny --target_tokens 2560", steps=0)
@@ -299,7 +299,7 @@ def test_a_run_makes_the_evaluations_that_its_recipe_can_afford(tmp_path, argv_o
     assert evaluated == [10, 20, 30, 40]
 
 
-def test_minutes_give_a_horizon_by_the_measured_rate_that_a_resume_keeps(
+def test_minutes_set_a_horizon_from_measured_speed_and_resume_keeps_it(
     train_small, error_of, new_log
 ):
     flags = "--minutes 0.003 --eval_every 0"
@@ -325,9 +325,7 @@ def test_minutes_give_a_horizon_by_the_measured_rate_that_a_resume_keeps(
         ("triton", "triton", "tile", "triton"),
     ),
 )
-def test_auto_keeps_a_kernel_only_where_all_ranks_chose_it(
-    monkeypatch, asked, here, elsewhere, kept
-):
+def test_auto_keeps_a_kernel_only_if_all_ranks_chose_it(monkeypatch, asked, here, elsewhere, kept):
     """Unlike GPUs may choose differently; every rank asks the others about each kernel in turn."""
     world = world_of()
     kernels = iter(KERNELS)
@@ -337,7 +335,7 @@ def test_auto_keeps_a_kernel_only_where_all_ranks_chose_it(
     assert flags.moe_backend == kept
 
 
-def test_the_expert_backend_is_chosen_for_the_dtype_of_the_products(monkeypatch):
+def test_expert_backend_is_chosen_for_the_compute_dtype(monkeypatch):
     dtypes = []
 
     def record(asked, device, config, dtype, compiles):
@@ -382,7 +380,7 @@ def test_the_expert_backend_is_chosen_for_the_dtype_of_the_products(monkeypatch)
         ),
     ),
 )
-def test_a_horizon_that_does_not_suit_data_or_steps_is_a_warning(argv, warned):
+def test_unsuitable_horizons_give_warnings(argv, warned):
     base = "--model 1b --seq_len 64 --micro_batch 1 --warmup_steps 0 --data_dir none"
     found = resolved(*base.split(), *argv.split())
     rate_of = partial(train.lr_factor, horizon=found.horizon, flags=found.flags)
@@ -392,7 +390,7 @@ def test_a_horizon_that_does_not_suit_data_or_steps_is_a_warning(argv, warned):
 
 
 @pytest.mark.parametrize("target_tokens, warnings", ((4000, 0), (4001, 1)))
-def test_more_than_twenty_epochs_of_a_source_are_a_warning(target_tokens, warnings):
+def test_more_than_twenty_epochs_of_a_source_give_a_warning(target_tokens, warnings):
     argv = f"--model tiny --seq_len 2 --warmup_steps 0 --target_tokens {target_tokens}"
     found = resolved(*argv.split())
     loader = Loader([source([0] * 1001, weight=0.5), source([0] * 101, weight=0.5)], 1, 0)
@@ -402,6 +400,6 @@ def test_more_than_twenty_epochs_of_a_source_are_a_warning(target_tokens, warnin
 
 
 @pytest.mark.parametrize("dry", ("", "--dry_run"))
-def test_warnings_of_the_horizon_are_printed(train_small, capsys, dry):
+def test_horizon_warnings_are_printed(train_small, capsys, dry):
     train_small("--target_tokens 20000 --eval_every 0", dry, steps=2)
     assert "31 epochs memorize" in "".join(capsys.readouterr())
