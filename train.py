@@ -292,8 +292,8 @@ class Flags:
     )
     shards: int = flag(
         1,
-        "ranks per FSDP group, which share one copy of weights, gradients and optimizer state; "
-        "with more ranks, each group holds a replica",
+        "ranks that share one copy of weights, gradients and optimizer state (an FSDP group); if "
+        "the run has more ranks, each group holds a replica",
         integer(1),
         "RANKS",
     )
@@ -673,7 +673,7 @@ def warm_up(model: Spider, plan: Plan, batch: Batch):
     try:
         with model.cast_weights_once():
             for noise_seed in range(2):
-                if flags.grad_accum == 1:  # like a step: start without gradients
+                if flags.grad_accum == 1:  # as in training, where only accumulation keeps gradients
                     model.zero_grad()
                 out = model(
                     batch.ids,
@@ -722,7 +722,7 @@ def fit_micro_batch(
     if not (tests_memory or plan.flags.precision == "fp8" or plan.flags.compile != "off"):
         return plan
     total = machine.memory_of(world.device)
-    # A step needs more than the two passes allocate: the rest of its micro-steps' table gradients
+    # A step needs more than the two passes allocate: table gradients of its further micro-steps
     # and, in a new run, the optimizers' state.
     state_to_come = 0.0
     if not any(optimizer.state for optimizer in optimizers.by_name.values()):
@@ -1116,7 +1116,8 @@ def main(
     last_step = plan.flags.max_steps or horizon
 
     # ----------------------------------------------------------------------------------------------
-    # What was chosen; a dry run, or a run without steps left, ends here and changes no file
+    # What was chosen. A dry run ends here and changes no file; so does a finished run, unless it
+    # lacks its last evaluation.
     remarks = describe_run(plan, sources, last_step, command.inherited, world)
     rate_of = partial(lr_factor, horizon=horizon, flags=plan.flags)
     epochs = epochs_in(plan.flags.target_tokens, loader).max()
@@ -1152,8 +1153,8 @@ def main(
     resumes_in_place = start.is_in(plan.flags.ckpt_dir)
     starts_from_weights = start.path is not None and not start.resumes
     del start  # free the checkpoint's tensors before the warm-up measures memory
-    # If only the last evaluation is missing, the run saves without a step, so set the rate that
-    # its last step used.
+    # A checkpoint records the rate. A run that lacks only its last evaluation saves without a step,
+    # so set the rate of its last step.
     last_rate = rate_of(max(0, progress.step - 1))
     optimizers.set_lr(plan.flags.lr, last_rate)
     plan = fit_micro_batch(model, optimizers, plan, loader, world)
@@ -1190,7 +1191,7 @@ def main(
         # line of the step resumed from; the loop writes it again, with any evaluation due.
         first_line = progress.step if progress.metrics else progress.step + 1
         metrics_file = closing.enter_context(Metrics(directory / "metrics.jsonl", first_line))
-        # After a signal, skip the final plot: there may be time only to save.
+        # Plot at the end, unless a signal arrived (may_interrupt): there may be time only to save.
         closing.callback(stop.may_interrupt, partial(write_curves, directory, ends=True))
     closing.callback(writer.thread.shutdown)  # runs before the file is closed: the thread syncs it
     drawn_at = time.perf_counter()  # when curves.png was drawn
