@@ -673,7 +673,9 @@ def warm_up(model: Spider, plan: Plan, batch: Batch):
     try:
         with model.cast_weights_once():
             for noise_seed in range(2):
-                if flags.grad_accum == 1:  # as in training, where only accumulation keeps gradients
+                if (
+                    flags.grad_accum == 1
+                ):  # as in training: without accumulation, every pass starts anew
                     model.zero_grad()
                 out = model(
                     batch.ids,
@@ -1153,8 +1155,8 @@ def main(
     resumes_in_place = start.is_in(plan.flags.ckpt_dir)
     starts_from_weights = start.path is not None and not start.resumes
     del start  # free the checkpoint's tensors before the warm-up measures memory
-    # A checkpoint records the rate. A run that lacks only its last evaluation saves without a step,
-    # so set the rate of its last step.
+    # Checkpoints record the learning rate, which the loop sets before each step. A run that lacks
+    # only its last evaluation saves without a step, so set the last step's rate here.
     last_rate = rate_of(max(0, progress.step - 1))
     optimizers.set_lr(plan.flags.lr, last_rate)
     plan = fit_micro_batch(model, optimizers, plan, loader, world)
