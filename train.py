@@ -245,8 +245,8 @@ class Flags:
     )
     dropout: float = flag(
         0.0,
-        "dropout at the core's input and output; byte layers use a fifth of it. It grows from 0 in "
-        "epoch 1 to RATE in epoch 11",
+        "dropout at the core's input and output, and a fifth of it on the bytes before and after "
+        "the core; it grows from 0 in epoch 1 to RATE in epoch 11",
         real(0, 0.9),
         "RATE",
     )
@@ -273,8 +273,8 @@ class Flags:
     )
     moe_backend: str = flag(
         "auto",
-        "kernels of the experts; auto: tile if it works, else grouped, else (if torch has no "
-        "grouped kernel for this GPU) triton; loop: the reference",
+        "kernels of the experts; auto: triton if torch has no grouped kernel for this GPU, else "
+        "tile if it works and layers are not compiled, else grouped; loop: the reference",
         choices=("auto", *BACKENDS),
     )
     compile: str = flag(
