@@ -11,6 +11,9 @@ A context is named after its span, counted back from a byte:
 
 The end of a word is found within 31 bytes, the beginning of the previous line within 255 bytes.
 
+A full pass computes keys with torch on its device, decoding with NumPy on the host. Both run the
+code of this file: `library_of` returns torch or numpy, whose functions here have the same names.
+
 Shapes, as suffixes of names:
     L  bytes of a text
     M  bytes of the text whose contexts are looked up
@@ -21,20 +24,39 @@ Shapes, as suffixes of names:
 import operator
 from functools import cached_property
 from itertools import accumulate
+from typing import Any, Generic, TypeVar
 
+import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from spider.config import REACH, span_of
+from spider.config import MAX_CONTEXT_BYTES, REACH, span_of
 from spider.vocabulary import PAD_ID
 
 # Hashes of spans are polynomials in BASE mod 2^64. BASE is odd, so that it has an inverse.
 BASE = 0x1E3779B97F4A7C15
 INVERSE = pow(BASE, -1, 1 << 64)
 
+Integers = TypeVar("Integers", Tensor, np.ndarray)
 
-def word_ends(ids_L: Tensor, position_L: Tensor) -> Tensor:
+
+def library_of(x: Tensor | np.ndarray) -> Any:
+    """Return torch or numpy, the library of x."""
+    return torch if isinstance(x, Tensor) else np
+
+
+def to_device(x: np.ndarray, device: torch.device) -> Tensor:
+    """Copy integers to a device, without waiting for it."""
+    return torch.as_tensor(x).to(device, non_blocking=True)
+
+
+def after(first: int, x: Integers) -> Integers:
+    """Return x with another number before it, [L] -> [L + 1]."""
+    library = library_of(x)
+    return library.concatenate((library.full_like(x[:1], first), x))
+
+
+def word_ends(ids_L: Integers, position_L: Integers) -> Integers:
     """Mark bytes that end a word: bytes that are not word bytes, but follow one. bool [L].
 
     position_L: positions in the document. Word bytes are letters, digits, _, UTF-8 continuation
@@ -47,11 +69,11 @@ def word_ends(ids_L: Tensor, position_L: Tensor) -> Tensor:
     is_underscore = ids_L == ord("_")
     is_utf8 = (ids_L >= 0x80) & (ids_L < 0xE0) & (ids_L != 0xC2)
     is_word_byte = is_letter | is_digit | is_underscore | is_utf8
-    after_word_byte = F.pad(is_word_byte[:-1], (1, 0)) & (position_L > 0)
+    after_word_byte = after(False, is_word_byte[:-1]) & (position_L > 0)
     return after_word_byte & ~is_word_byte
 
 
-class PastBytes:
+class PastBytes(Generic[Integers]):
     """The bytes of a text up to each of M bytes, within their documents.
 
     The hash of bytes a to b - 1 comes from prefix sums over the text, mod 2^64:
@@ -65,62 +87,67 @@ class PastBytes:
         hash(4, 6) = (98 * BASE^5 + 99 * BASE^6) * BASE^-6 = 98 * BASE^-1 + 99
     """
 
-    def __init__(self, ids_L: Tensor, position_L: Tensor, index_M: Tensor):
+    def __init__(self, ids_L: Integers, position_L: Integers, index_M: Integers):
         """ids_L: int64. position_L: int64, each byte's position in its document. index_M: int64,
         the M bytes' indices in the text."""
+        self.library = library_of(ids_L)
         self.ids = ids_L
         self.position = position_L
         self.index = index_M
-        self.position_M = position_L.index_select(0, index_M)
-        self.newest_ends_of: dict[str, Tensor] = {}  # by unit: word or line
-        self.key_of: dict[str, Tensor] = {}  # by context
+        self.position_M = position_L[index_M]
+        self.newest_ends_of: dict[str, Integers] = {}  # by unit: word or line
+        self.key_of: dict[str, Integers] = {}  # by context
 
-    def select(self, chosen: Tensor) -> "PastBytes":
+    def select(self, chosen: Integers) -> "PastBytes":
         """Keep only some of the M bytes. chosen: their indices among the M."""
-        return PastBytes(self.ids, self.position, self.index.index_select(0, chosen))
+        return PastBytes(self.ids, self.position, self.index[chosen])
 
     @cached_property
-    def word_ends(self) -> Tensor:
+    def word_ends(self) -> Integers:
         """Mark the ends of words, bool [L]."""
         return word_ends(self.ids, self.position)
 
     @cached_property
-    def sums(self) -> tuple[Tensor, Tensor]:
+    def sums(self) -> tuple[Integers, Integers]:
         """Compute S[l] and BASE^-l for each l, both [L + 1]."""
-        power_L = torch.full_like(self.ids, BASE).cumprod(0)
-        inverse_L = torch.full_like(self.ids, INVERSE).cumprod(0)
-        sums = ((self.ids + 1) * power_L).cumsum(0)
-        return F.pad(sums, (1, 0)), F.pad(inverse_L, (1, 0), value=1)
+        power_L = self.library.full_like(self.ids, BASE).cumprod(0)
+        inverse_L = self.library.full_like(self.ids, INVERSE).cumprod(0)
+        return after(0, ((self.ids + 1) * power_L).cumsum(0)), after(1, inverse_L)
 
-    def hash(self, begin_M: Tensor, end_M: Tensor) -> Tensor:
+    def hash(self, begin_M: Integers, end_M: Integers) -> Integers:
         """Return hash(begin, end), int64 [M]."""
         sums, inverse = self.sums
         return (sums[end_M] - sums[begin_M]) * inverse[end_M]
 
-    def newest_ends(self, unit: str) -> Tensor:
-        """Return for each l the last of the first l bytes that ends a unit, or -1: [L + 1]."""
+    def newest_ends(self, unit: str) -> Integers:
+        """Return for each l from -1 to L how many bytes there are up to the last end of a unit
+        among the first l bytes; 0: no end. [L + 2], l = -1 first."""
         if unit not in self.newest_ends_of:
             ends_L = self.word_ends if unit == "word" else self.ids == ord("\n")
-            byte_L = torch.arange(len(self.ids), device=self.ids.device)
-            newest = torch.where(ends_L, byte_L, -1).cummax(0).values
-            self.newest_ends_of[unit] = F.pad(newest, (1, 0), value=-1)
+            count_L = self.library.arange(1, len(self.ids) + 1, device=self.ids.device)
+            end_L = self.library.where(ends_L, count_L, 0)
+            if isinstance(end_L, Tensor):
+                newest = end_L.cummax(0).values
+            else:
+                newest = np.maximum.accumulate(end_L)
+            self.newest_ends_of[unit] = after(0, after(0, newest))
         return self.newest_ends_of[unit]
 
-    def since(self, unit: str, n: int) -> Tensor:
+    def since(self, unit: str, n: int) -> Integers:
         """Count the bytes after the n-th last end of a word or line, [M]; n if the unit is a byte.
 
         If the document has no such end within reach, return the largest count within reach."""
         if unit == "byte" or n == 0:
-            return torch.full_like(self.index, n)
-        end_M = self.index + 1
+            return self.library.full_like(self.index, n)
+        end_M = self.index + 2
         for _ in range(n):
-            end_M = self.newest_ends(unit)[end_M.clamp_min(0)]
-        distance_M = self.index - end_M
-        in_document = (end_M >= 0) & (distance_M <= self.position_M)
+            end_M = self.newest_ends(unit)[end_M]
+        distance_M = self.index + 1 - end_M
         most = REACH[unit] - 1
-        return torch.where(in_document, distance_M, most).clamp_max(most)
+        is_found = (distance_M <= self.position_M) & (distance_M < most)
+        return self.library.where(is_found, distance_M, most)
 
-    def span(self, context: str) -> tuple[Tensor, Tensor]:
+    def span(self, context: str) -> tuple[Integers, Integers]:
         """Return where a context begins and ends in the text, both [M]. It may begin before the
         document."""
         if context == "above":
@@ -129,7 +156,7 @@ class PastBytes:
         after_M = self.index + 1
         return after_M - self.since(unit, last), after_M - self.since(unit, first)
 
-    def span_above(self) -> tuple[Tensor, Tensor]:
+    def span_above(self) -> tuple[Integers, Integers]:
         """Return where the bytes above the last byte and the next two begin and end, both [M].
 
             previous line    width = 10
@@ -141,33 +168,41 @@ class PastBytes:
         since_break_M = self.since("line", 1)
         since_second_M = self.since("line", 2)
         line_before_M = since_second_M - since_break_M  # its length: `above` is this far back
-        is_found = since_second_M < REACH["line"] - 1
-        back_M = torch.where(is_found, line_before_M, 2).clamp_min(2)
+        is_found = (since_second_M < REACH["line"] - 1) & (line_before_M > 2)
+        back_M = self.library.where(is_found, line_before_M, 2)
         begin_M = self.index - back_M
         return begin_M, begin_M + 3
 
-    def key(self, context: str) -> Tensor:
+    def key(self, context: str) -> Integers:
         """Return the key of a context, int64 [M]: the hash of its bytes. A context that begins
         before the document gets a key from its position alone."""
         if context not in self.key_of:
             begin_M, end_M = self.span(context)
-            hash_M = self.hash(begin_M.clamp_min(0), end_M.clamp_min(0))
+            in_document = self.index - begin_M <= self.position_M
+            begin_M = self.library.where(in_document, begin_M, 0)
+            end_M = self.library.where(in_document, end_M, 0)
+            hash_M = self.hash(begin_M, end_M)
             if context == "above":
                 hash_M = hash_M + BASE * self.ids[self.index]
-            in_document = self.index - begin_M <= self.position_M
-            self.key_of[context] = torch.where(in_document, hash_M, -1 - self.position_M)
+            self.key_of[context] = self.library.where(in_document, hash_M, -1 - self.position_M)
         return self.key_of[context]
 
-    def keys_of_last_bytes(self, multiplier: Tensor) -> list[Tensor]:
+    @cached_property
+    def last_bytes(self) -> Integers:
+        """Return the last 32 bytes up to each byte, the newest first, PAD before the document:
+        [32, M]."""
+        back_W1 = self.library.arange(MAX_CONTEXT_BYTES, device=self.ids.device)[:, None]
+        in_document = back_W1 <= self.position_M
+        index_WM = self.library.where(in_document, self.index - back_W1, 0)
+        return self.library.where(in_document, self.ids[index_WM], PAD_ID)
+
+    def keys_of_last_bytes(self, multiplier: Integers) -> list[Integers]:
         """Return for n from 1 to W the key of the last n bytes, int64 [M]: the XOR over k < n of
         byte k * multiplier[k], where byte 0 is the newest."""
-        back_W1 = torch.arange(len(multiplier), device=self.ids.device)[:, None]
-        earlier_WM = self.ids[(self.index - back_W1).clamp_min(0)]
-        byte_WM = torch.where(back_W1 <= self.position_M, earlier_WM, PAD_ID)
-        products = byte_WM * multiplier[:, None]
-        return [*accumulate(products.unbind(), operator.xor)]
+        products = self.last_bytes[: len(multiplier)] * multiplier[:, None]
+        return [*accumulate(products, operator.xor)]
 
-    def keys(self, contexts: tuple[str, ...], multiplier: Tensor) -> Tensor:
+    def keys(self, contexts: tuple[str, ...], multiplier: Integers) -> Integers:
         """Return the key of each context, int64 [X, M].
 
         multiplier: int64, odd, one for each byte of the longest context."""
@@ -177,4 +212,4 @@ class PastBytes:
             of_last_bytes[int(name) - 1] if name.isdecimal() else self.key(name)
             for name in contexts
         ]
-        return torch.stack(keys)
+        return self.library.stack(keys)
