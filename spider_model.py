@@ -46,6 +46,7 @@ from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
 # isort: split
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -58,12 +59,14 @@ from spider.model.boundaries import (
     PredictorTerms,
     SurprisePredictor,
     boundary_loss,
+    end_documents,
     flexitokens_boundaries,
     surprise_loss,
 )
-from spider.model.contexts import PastBytes
+from spider.model.contexts import PastBytes, to_device
 from spider.model.decode import (
     DecodingState,
+    StepSegments,
     draw,
     fewer_threads,
     forbid_repeats,
@@ -82,6 +85,7 @@ from spider.model.memory import (
     ByteEngram,
     ConvolutionCache,
     EngramTable,
+    HashedContexts,
     InputEngram,
     MatchMemory,
     OutputEngram,
@@ -95,6 +99,7 @@ from spider.model.packing import (
     ALL_TOKENS,
     ActiveTokens,
     Packing,
+    StepTokens,
     check_ids,
     document_cu_seqlens,
     document_starts,
@@ -1117,28 +1122,26 @@ class Spider(nn.Module):
             return None
         return self.boundary_predictor(rms_norm(x_MD))
 
-    def boundaries(
-        self,
-        predicted: Tensor | None,
-        packed: PackedBytes,
-        summed: Tensor | None = None,
-    ) -> Tensor:
-        """Decide where segments end: b [M], 0 or 1. EOS always ends a segment, PAD never.
+    def boundaries(self, predicted: Tensor | None, packed: PackedBytes) -> Tensor:
+        """Decide where segments end: b [M], 0 or 1. predicted: from predict_boundaries."""
+        b_M = self._boundaries_inside(predicted, packed).to(self.wide_dtype)
+        return end_documents(b_M, packed.ids_M)
 
-        predicted: from predict_boundaries. summed [documents]: in decoding, see
-        boundaries.flexitokens_boundaries."""
-        ids_M = packed.ids_M
-        noise_M = packed.noise_M
+    def _boundaries_inside(
+        self, predicted: Tensor | None, packed: PackedBytes, summed: Tensor | None = None
+    ) -> Tensor:
+        """Decide where segments end inside documents: [M], 0 or 1, or bool.
+
+        summed [documents]: in decoding, see boundaries.flexitokens_boundaries."""
         packing = packed.packing
         if predicted is None:
-            b_M = packed.past.word_ends[packed.past.index].to(self.wide_dtype)
-        elif isinstance(self.boundary_predictor, SurprisePredictor):
-            ends_M = self.boundary_predictor.boundaries(predicted, ids_M, packing.position, noise_M)
-            b_M = ends_M.to(self.wide_dtype)
-        else:
-            p_M = predicted.squeeze(1).sigmoid()
-            b_M = flexitokens_boundaries(p_M, packing, self.wide_dtype, noise_M, summed)
-        return torch.where(ids_M == EOS_ID, 1, torch.where(ids_M == PAD_ID, 0, b_M))
+            return packed.past.word_ends[packed.past.index]
+        if isinstance(self.boundary_predictor, SurprisePredictor):
+            return self.boundary_predictor.boundaries(
+                predicted, packed.ids_M, packing.position, packed.noise_M
+            )
+        p_M = predicted.squeeze(1).sigmoid()
+        return flexitokens_boundaries(p_M, packing, self.wide_dtype, packed.noise_M, summed)
 
     def null_output(self) -> Tensor:
         """Return the unpooled output for bytes before a document's first boundary, at all offsets:
@@ -1154,12 +1157,10 @@ class Spider(nn.Module):
         b_M: Tensor,
         packing: Packing,
         segment_cu_seqlens: Tensor,
-        open_bytes: Tensor | int = 0,
         back: int = 0,
     ) -> Tensor:
-        """Unpool the core's output to bytes: z [N, O * D], null [O * D] or one per document, b [M]
-        -> [M, D]. open_bytes: see segment_offsets. back: 0 to give each byte the last segment that
-        has ended, 1 for the segment before."""
+        """Unpool the core's output to bytes: z [N, O * D], null [O * D], b [M] -> [M, D]. back: 0
+        to give each byte the last segment that has ended, 1 for the segment before."""
         offsets = self.config.segment_offsets
         offset_M = None
         if offsets > 1:
@@ -1167,7 +1168,7 @@ class Spider(nn.Module):
             null = null.unflatten(-1, (offsets, -1))
             start_M = packing.cu_seqlens.index_select(0, packing.document)
             boundary_M = boundary_before_last(b_M) if back else last_boundary(b_M)
-            offset_M = segment_offsets(boundary_M, start_M, offsets, open_bytes)
+            offset_M = segment_offsets(boundary_M, start_M, offsets)
         return unpool_segments(z, null, b_M, packing.cu_seqlens, segment_cu_seqlens, offset_M, back)
 
     # ----------------------------------------------------------------------------------------------
@@ -1180,6 +1181,9 @@ class Spider(nn.Module):
         n_loops = self.loops_of(n_loops)
         if self.checks_decoding and not self.training:
             self._check_decoding(n_loops)
+        for module in self.modules():
+            if isinstance(module, HashedContexts):
+                module.read_to_host()
         null = self.null_output().detach().to(self.compute_dtype)
         return DecodingState.empty(self.config, rows, n_loops, null, self.wide_dtype)
 
@@ -1219,28 +1223,27 @@ class Spider(nn.Module):
         if self.training:
             raise RuntimeError("decoding needs evaluation mode: call model.eval() first")
         check_ids("input_ids", input_ids, len(state.position))
-        pieces = split_pieces(input_ids)
-        work = input_ids.numel() * self.config.hidden_size**2
+        return self._step(np.array(input_ids.tolist()), state)
+
+    def _step(self, ids_BT: np.ndarray, state: DecodingState) -> Tensor:
+        """Feed bytes that the host holds; see `step`."""
+        work = ids_BT.size * self.config.hidden_size**2
         with fewer_threads(work), torch.inference_mode():  # inference mode is 10% faster
-            logits = [self._read_piece(piece, state) for piece in pieces]
+            logits = [self._read_piece(piece, state) for piece in split_pieces(ids_BT)]
         return torch.cat(logits, dim=1)  # a normal tensor, not an inference tensor
 
-    def _read_piece(self, input_ids: Tensor, state: DecodingState) -> Tensor:
+    def _read_piece(self, ids_BT: np.ndarray, state: DecodingState) -> Tensor:
         """Feed a piece [B, T] and advance the state; return logits [B, T, V]."""
-        rows, length = input_ids.shape
-        known = torch.cat((state.last_bytes, input_ids), dim=1)
+        rows, length = ids_BT.shape
+        known = np.concatenate((state.last_bytes, ids_BT), axis=1)
         # Whether the first byte starts a document depends on the byte before it.
         starts = document_starts(known[:, -length - 1 :])[:, 1]
-        if starts.any():
-            state.start_documents(starts, self.null_output())
-        packed = pack_piece(input_ids, known, state, self.config, self.engram_match)
-        cache = LatentCache(
-            state.byte_latents,
-            packed.packing,
-            state.position,
-            self.config.byte_window,
-            state.kept,
-        )
+        for row in starts.nonzero()[0].tolist():
+            state.start_document(row, self.null_output())
+        packed = pack_piece(ids_BT, known, state, self.config, self.engram_match)
+        step = packed.packing.step
+        assert step is not None
+        cache = LatentCache(state.byte_latents, step, self.config.byte_window, state.kept)
         x_MD = self.before_core(packed, cache)
         if self.core is not None:
             x_MD = x_MD + self._read_segments(x_MD, packed, state)
@@ -1253,41 +1256,42 @@ class Spider(nn.Module):
     def _read_segments(self, x_MD: Tensor, packed: PackedBytes, state: DecodingState) -> Tensor:
         """Pool the segments that end in a piece, run the core on them, and unpool its output to
         bytes [M, D]."""
-        b_M = self.boundaries(self.predict_boundaries(x_MD), packed, state.summed)
-        length = packed.input_ids.shape[1]
-        if length == 1 and not b_M.any():
-            return state.extend_segments(x_MD)
-        unpooled_before = state.unpooled
-        open_before_M = state.open_bytes.long().expand(-1, length).flatten()
+        device = x_MD.device
+        ends = self._boundaries_inside(self.predict_boundaries(x_MD), packed, state.summed)
+        if isinstance(ends, Tensor):
+            ends = np.array(ends.tolist())  # host synchronisation
+        ends_M = end_documents(ends, packed.past.ids[packed.past.index]) > 0
+        segments = StepSegments.build(ends_M.reshape(packed.input_ids.shape), state.open_bytes)
+        n = len(segments.last_byte)
 
-        z_ND, segment_cu_seqlens = state.pool_segments(x_MD, b_M, packed.packing.cu_seqlens)
-        output = unpooled_before[:0]
-        if len(z_ND):
-            past = packed.past.select(segment_ends(b_M, len(z_ND)))
-            output = self._decode_core(z_ND, segment_cu_seqlens, past, state)
-            state.set_unpooled(output, segment_cu_seqlens)
-        return self.unpool(
-            output, unpooled_before, b_M, packed.packing, segment_cu_seqlens, open_before_M
-        )
+        sums = state.open_segment.new_zeros(len(segments.bytes), x_MD.shape[1])
+        sums.index_copy_(0, to_device(segments.sum_of_row, device), state.open_segment)
+        sums.index_add_(0, to_device(segments.sum_of_byte, device), x_MD.to(sums.dtype))
+        state.open_segment = sums[n:]
+        state.open_bytes = segments.bytes[n:]
+
+        outputs = state.unpooled
+        if n:
+            z_ND = sums[:n] / to_device(segments.bytes[:n], device)[:, None]
+            past = packed.past.select(segments.last_byte)
+            output = self._decode_core(z_ND.to(x_MD.dtype), segments.length, past, state)
+            outputs = torch.cat((outputs, output))
+            state.unpooled = outputs.index_select(0, to_device(segments.output_of_row, device))
+        offsets = self.config.segment_offsets
+        index_M = segments.output_of_byte * offsets + np.minimum(segments.offset, offsets - 1)
+        return outputs.view(-1, x_MD.shape[1]).index_select(0, to_device(index_M, device))
 
     def _decode_core(
-        self, z_ND: Tensor, cu_seqlens: Tensor, past: PastBytes, state: DecodingState
+        self, z_ND: Tensor, length_B: np.ndarray, past: PastBytes, state: DecodingState
     ) -> Tensor:
-        """Run the core on the segments that end in a piece, after those in the state's caches;
-        return [N, O * D]."""
+        """Run the core on the segments that end in a piece, length_B of each row, after those in
+        the state's caches; return [N, O * D]."""
         assert self.core is not None
+        step = StepTokens.build(length_B, state.segments)
+        packing = Packing.of_step(step, self.config, self.compute_dtype, z_ND.device)
+        latents = LatentCache(state.segment_latents, step)
+        convolved = ConvolutionCache(state.convolved, step, self.config)
         segments = len(z_ND)
-        lengths_B = cu_seqlens.diff()
-        packing = Packing.build(
-            cu_seqlens,
-            segments,
-            int(lengths_B.max()),
-            self.config,
-            self.compute_dtype,
-            before=state.segments,
-        )
-        latents = LatentCache(state.segment_latents, packing, state.segments)
-        convolved = ConvolutionCache(state.convolved, packing, state.segments, self.config)
         segment_weight_N = z_ND.new_full((segments,), 1 / segments, dtype=self.wide_dtype)
         core_inputs = CoreInputs(
             packing, past, segment_weight_N, state.n_loops, latents=latents, convolved=convolved
@@ -1295,7 +1299,7 @@ class Spider(nn.Module):
         output = self.core(z_ND, core_inputs).output
         state.segment_latents = latents.buffer
         state.convolved = convolved.buffer
-        state.segments = state.segments + lengths_B
+        state.segments = state.segments + length_B
         return output
 
     @torch.no_grad()

@@ -570,10 +570,10 @@ def moe_forward(
     backend's own product, even the loop of `loop`. expert_slots: sort_by_expert of topk_idx, if
     known.
     """
-    # Decoding a single token on a CPU needs no sorting and no copies of weights.
-    is_one_token = len(x_ND) == 1 and not (x_ND.is_cuda or torch.is_grad_enabled())
-    if is_one_token or (backend == "loop" and product is None):
+    if backend == "loop" and product is None:
         return _loop(x_ND, topk_idx_NK, topk_weights_NK, w_gate_up_EDG, w_down_EFD)
+    if len(x_ND) == 1 and not torch.is_grad_enabled():  # decoding a single token needs no sorting
+        return _one_token(x_ND, topk_idx_NK[0], topk_weights_NK[0], w_gate_up_EDG, w_down_EFD)
     if product is None:
         product = PRODUCTS[backend]
     if expert_slots is None:
@@ -609,6 +609,21 @@ def _loop(
         weight = topk_weights_NK[token, choice].to(x_ND.dtype)
         y_ND = y_ND.index_add(0, token, hidden @ w_down_EFD[expert] * weight[:, None])
     return y_ND
+
+
+def _one_token(
+    x_1D: Tensor,
+    topk_idx_K: Tensor,
+    topk_weights_K: Tensor,
+    w_gate_up_EDG: Tensor,
+    w_down_EFD: Tensor,
+) -> Tensor:
+    """Compute the experts of a single token with copies of their weights, [1, D]."""
+    w_gate_up_KDG = w_gate_up_EDG.index_select(0, topk_idx_K)
+    gate_K1F, up_K1F = torch.matmul(x_1D, w_gate_up_KDG).chunk(2, dim=-1)
+    weight_K11 = topk_weights_K.to(x_1D.dtype)[:, None, None]
+    hidden_K1F = F.silu(gate_K1F) * up_K1F * weight_K11
+    return torch.bmm(hidden_K1F, w_down_EFD.index_select(0, topk_idx_K)).sum(0)
 
 
 # --------------------------------------------------------------------------------------------------

@@ -77,9 +77,10 @@ class SpiderCache:
     is_croppable = False
     is_linear = (False,)  # per layer, whether it is linear attention
 
-    def __init__(self, state: DecodingState):
+    def __init__(self, state: DecodingState, ids: Tensor):
+        """ids: int64 [B, 0], on the model's device."""
         self.state = state
-        self.ids = state.position.new_empty(len(state.position), 0)  # [B, bytes so far], with PAD
+        self.ids = ids  # [B, bytes so far], with PAD
         self.right_padded = False  # whether a row ended with padding; then no row can continue
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -322,7 +323,8 @@ class SpiderForCausalLM(PreTrainedModel, GenerationMixin):
     ) -> SpiderCausalLMOutput:
         """Start a cache with new rows, or continue the rows of a cache."""
         if cache is None:
-            cache = SpiderCache(self.spider.decoding_state(len(input_ids), n_loops))
+            state = self.spider.decoding_state(len(input_ids), n_loops)
+            cache = SpiderCache(state, input_ids[:, :0])
         elif not isinstance(cache, SpiderCache):
             raise ValueError(
                 "cache must be the cache that an earlier call returned; to start a text, leave it "

@@ -19,14 +19,16 @@ import math
 from copy import copy
 from typing import Self
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from spider.config import SpiderConfig
 from spider.errors import UsageError
+from spider.model.contexts import to_device
 from spider.model.layers import Linear, rms_norm, weight_of
-from spider.model.packing import ALL_TOKENS, ActiveTokens, Packing
+from spider.model.packing import ALL_TOKENS, ActiveTokens, Packing, StepTokens
 
 # --------------------------------------------------------------------------------------------------
 # The cache of decoding
@@ -47,37 +49,34 @@ class Cache:
     """
 
     buffer: Tensor  # [layers, loops, B, S, width]
-    tokens_B: Tensor  # int64 [B], tokens of each document, this step's included
     slot: Tensor  # int64 [M], index of each of the step's tokens in [B * S]
     used_slots: int  # slots from this one on were never filled
     layer: int  # set by `of`
     slots: Tensor  # [loops, B * S, width], a layer's part of `buffer` from a loop on; set by `of`
 
-    def __init__(self, buffer: Tensor, packing: Packing, before: Tensor, window: int = 0):
+    def __init__(self, buffer: Tensor, step: StepTokens, window: int = 0):
         """Make room for the tokens of a step in the buffer of the previous step.
 
-        packing: documents of the step's tokens. before: int64 [B], tokens of each document in
-        earlier steps. window: tokens that a token reads, itself included; 0: all. Waits for the
-        device."""
-        self.tokens_B = before + packing.cu_seqlens.diff()
-        tokens = int(self.tokens_B.max())  # host synchronisation
-        needed = min(tokens, window + packing.max_seqlen - 1) if window else tokens
+        window: tokens that a token reads, itself included; 0: all."""
+        self.step = step
+        self.tokens_B = step.before + step.length  # of each document, this step's included
+        tokens = int(self.tokens_B.max())
+        needed = min(tokens, window + step.max_seqlen - 1) if window else tokens
         slots = buffer.shape[3]
-        if is_single_token(packing) and needed == window:
+        if step.is_single and needed == window:
             # Exactly the window: each new token overwrites the one that just left the window.
             if slots != needed:
-                buffer = _with_slots(buffer, before, needed)
+                buffer = _with_slots(buffer, step.before, needed)
         elif not needed <= slots <= max(16, 4 * needed):
-            buffer = _with_slots(buffer, before, 2 * needed)
+            buffer = _with_slots(buffer, step.before, 2 * needed)
         self.buffer = buffer
-        self.packing = packing
-        self.slot = self.slot_of(packing.position)
+        self.slot = to_device(self.slot_of(step.position), buffer.device)
         self.used_slots = min(tokens, buffer.shape[3])
 
-    def slot_of(self, position: Tensor) -> Tensor:
+    def slot_of(self, position: np.ndarray) -> np.ndarray:
         """Return the index in [B * S] of positions [..., M] in the documents of a step's tokens."""
         slots = self.buffer.shape[3]
-        return self.packing.document * slots + position % slots
+        return self.step.document * slots + position % slots
 
     def of(self, layer: int, loop: int = 0) -> Self:
         """Return a view of the same buffer for one layer and loop."""
@@ -106,25 +105,24 @@ class LatentCache(Cache):
     def __init__(
         self,
         buffer: Tensor,
-        packing: Packing,
-        before: Tensor,
+        step: StepTokens,
         window: int = 0,
         kept: dict[int, Tensor] | None = None,
     ):
-        super().__init__(buffer, packing, before, window)
+        super().__init__(buffer, step, window)
         self.kept = kept
-        if is_single_token(packing):  # which sees all slots
+        if step.is_single:  # which sees all slots
             return
-        index_in_step = packing.position - before.index_select(0, packing.document)
-        self.padded_index = packing.document * packing.max_seqlen + index_in_step
+        padded_index = step.document * step.max_seqlen + step.index
+        self.padded_index = to_device(padded_index, buffer.device)
 
-        slot = torch.arange(self.used_slots, device=buffer.device)
+        slot = np.arange(self.used_slots)
         stored_B1S = position_in(slot, self.tokens_B, self.buffer.shape[3])[:, None]
-        step = torch.arange(packing.max_seqlen, device=buffer.device)
-        position_BT1 = (before[:, None] + step)[:, :, None]
-        self.hidden = (stored_B1S < 0) | (stored_B1S > position_BT1)
+        position_BT1 = (step.before[:, None] + np.arange(step.max_seqlen))[:, :, None]
+        hidden = (stored_B1S < 0) | (stored_B1S > position_BT1)
         if window:
-            self.hidden |= stored_B1S <= position_BT1 - window
+            hidden |= stored_B1S <= position_BT1 - window
+        self.hidden = to_device(hidden, buffer.device)
 
     def attend(self, q: Tensor, x: Tensor, scale: float, value_width: int) -> Tensor:
         """Store the latents x [M, width] of the step's tokens and attend to all stored latents.
@@ -132,8 +130,8 @@ class LatentCache(Cache):
         q [M, H, width] -> [M, H, value_width]. All heads read the same latents. A latent is the
         key, and its first value_width numbers are the value."""
         tokens, heads, width = q.shape
-        documents = len(self.packing.cu_seqlens) - 1
-        max_seqlen = self.packing.max_seqlen
+        documents = len(self.step.length)
+        max_seqlen = self.step.max_seqlen
         keys_BSw = self.put(x).unflatten(0, (documents, -1))[:, : self.used_slots]
         padded = documents * max_seqlen != tokens
         if padded:
@@ -171,12 +169,7 @@ def tokens_before(
     return torch.where(in_document[:, None], earlier, 0)
 
 
-def is_single_token(packing: Packing) -> bool:
-    """Return whether a step has a single token, as in sampling one text."""
-    return packing.max_seqlen == 1 and len(packing.cu_seqlens) == 2
-
-
-def position_in(slot: Tensor, tokens_B: Tensor, slots: int) -> Tensor:
+def position_in(slot: np.ndarray, tokens_B: np.ndarray, slots: int) -> np.ndarray:
     """Return the position of the token in each slot, int64 [B, len(slot)], or a negative number for
     an empty slot: the newest position p with p % slots == slot.
 
@@ -185,13 +178,13 @@ def position_in(slot: Tensor, tokens_B: Tensor, slots: int) -> Tensor:
     return newest_B1 - (newest_B1 - slot) % slots
 
 
-def _with_slots(buffer: Tensor, tokens_B: Tensor, slots: int) -> Tensor:
+def _with_slots(buffer: Tensor, tokens_B: np.ndarray, slots: int) -> Tensor:
     """Copy a cache's buffer to one with another number of slots, [layers, loops, B, slots, width],
     which gets the newest tokens of each document."""
-    slot = torch.arange(slots, device=buffer.device)
-    position_BS = position_in(slot, tokens_B, slots)
-    document = torch.arange(len(tokens_B), device=buffer.device)[:, None]
-    return buffer[:, :, document, position_BS % buffer.shape[3]]
+    document = np.arange(len(tokens_B))[:, None]
+    old_slot_BS = position_in(np.arange(slots), tokens_B, slots) % buffer.shape[3]
+    index = to_device(document * buffer.shape[3] + old_slot_BS, buffer.device)
+    return buffer.flatten(2, 3).index_select(2, index.flatten()).unflatten(2, index.shape)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -206,7 +199,7 @@ class _Rotate(torch.autograd.Function):
         ctx.save_for_backward(cos, sin)
         ctx.heads = heads
         ctx.mark_dirty(x)
-        return _rotate_(x, heads, cos, sin, 1)
+        return _rotate_(x, heads, cos, sin)
 
     @staticmethod
     def backward(ctx, grad):
@@ -215,7 +208,7 @@ class _Rotate(torch.autograd.Function):
         return _rotate_(grad, ctx.heads, cos, sin, -1), None, None, None
 
 
-def _rotate_(x: Tensor, heads: int, cos: Tensor, sin: Tensor, direction: int) -> Tensor:
+def _rotate_(x: Tensor, heads: int, cos: Tensor, sin: Tensor, direction: int = 1) -> Tensor:
     """Rotate the last R numbers of each head in place; direction -1 rotates back.
 
         (a, b) -> (a cos - b sin, b cos + a sin)        a, b: the first and second R / 2 numbers
@@ -380,10 +373,11 @@ class MLA(nn.Module):
         if not isinstance(self.q_b_proj, Linear):
             # Float8Linear returns a view, which autograd does not let us modify in place
             q = q.clone()
-        q_MHQ = _Rotate.apply(q, c.n_heads, packing.cos, packing.sin).view(tokens, c.n_heads, -1)
+        rotate = _Rotate.apply if torch.is_grad_enabled() else _rotate_
+        q_MHQ = rotate(q, c.n_heads, packing.cos, packing.sin).view(tokens, c.n_heads, -1)
         c_kv, k_rope = latent.split_with_sizes((c.kv_lora_rank, c.qk_rope_head_dim), dim=-1)
         c_kv_MC = rms_norm(c_kv)
-        k_rope_MR = _Rotate.apply(k_rope.clone(), 1, packing.cos, packing.sin)
+        k_rope_MR = rotate(k_rope.clone(), 1, packing.cos, packing.sin)
         if cache is None:
             out = self._attend_in_documents(q_MHQ, c_kv_MC, k_rope_MR, packing)
         else:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from spider.config import SpiderConfig
+from spider.model.contexts import Integers, library_of
 from spider.model.layers import WideLinear
 from spider.model.noise import splitmix, uniform
 from spider.model.packing import Packing
@@ -52,6 +53,12 @@ def flexitokens_boundaries(
         # p - p is 0, or NaN if p diverges; b stays 0 or 1 even then
         b_M = b_M + (p_M - p_M.detach()).nan_to_num(0)
     return b_M
+
+
+def end_documents(b_M: Integers, ids_M: Integers) -> Integers:
+    """Return b with the boundaries of special ids: EOS always ends a segment, PAD never."""
+    library = library_of(b_M)
+    return library.where(ids_M == EOS_ID, 1, library.where(ids_M == PAD_ID, 0, b_M))
 
 
 def boundary_loss(b_M: Tensor, input_ids: Tensor, config: SpiderConfig) -> Tensor:

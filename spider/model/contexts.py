@@ -45,9 +45,11 @@ def library_of(x: Tensor | np.ndarray) -> Any:
     return torch if isinstance(x, Tensor) else np
 
 
-def to_device(x: np.ndarray, device: torch.device) -> Tensor:
-    """Copy integers to a device, without waiting for it."""
-    return torch.as_tensor(x).to(device, non_blocking=True)
+def to_device(x: Tensor | np.ndarray, device: torch.device) -> Tensor:
+    """Copy numbers to a device, without waiting for it. What is there already is not copied."""
+    if isinstance(x, np.ndarray):
+        x = torch.from_numpy(x)
+    return x.to(device, non_blocking=True)
 
 
 def after(first: int, x: Integers) -> Integers:

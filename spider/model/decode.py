@@ -3,6 +3,10 @@
 A step reads T bytes of each row of a batch and returns the logits that a full pass would return.
 The bytes after a row's last boundary form its open segment, which the next step continues.
 
+The host knows every byte. So it computes all integers with NumPy, such as positions, keys of
+contexts and places in caches, and copies them to the device. It waits for the device only to learn
+where segments end.
+
 Shapes, as suffixes of names:
     B  rows of the batch, each in its own document
     T  bytes of each row that a step reads
@@ -12,7 +16,6 @@ Shapes, as suffixes of names:
     O  segment offsets
     C  kv_lora_rank
     R  qk_rope_head_dim; a latent has C + R numbers
-    X  contexts of the match memory
     S  slots for the bytes or segments of earlier steps; S grows as they fill up
 """
 
@@ -20,15 +23,16 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from spider.config import SpiderConfig
-from spider.model.contexts import PastBytes
-from spider.model.memory import MatchHistory, MatchMemory, PackedBytes
-from spider.model.packing import Packing, document_starts
-from spider.model.segments import add_open_segments, sum_segments
+from spider.model.contexts import PastBytes, to_device
+from spider.model.memory import Matches, MatchHistory, MatchMemory, PackedBytes
+from spider.model.packing import Packing, StepTokens, document_starts
 from spider.vocabulary import EOS_ID, PAD_ID
 
 PIECE = 256  # maximum bytes per row in one pass of decoding, to limit memory
@@ -42,21 +46,18 @@ ONE_THREAD = 1 << 20
 
 @dataclass
 class DecodingState:
-    """The state of decoding, on its model's device and in its compute_dtype.
-
-    It holds tensors and plain values: save vars(state.copy()), and load DecodingState(**saved)."""
+    """The state of decoding, which can be pickled. Its tensors are on the model's device and in its
+    compute_dtype, its NumPy arrays on the host."""
 
     n_loops: int
-    last_bytes: Tensor  # int64 [B, config.reach], PAD before the first byte
-    position: Tensor  # int64 [B], bytes of the document so far
-    segments: Tensor  # int64 [B], finished segments of the document
+    last_bytes: np.ndarray  # int64 [B, config.reach], PAD before the first byte
+    position: np.ndarray  # int64 [B], bytes of the document so far
+    segments: np.ndarray  # int64 [B], finished segments of the document
+    open_bytes: np.ndarray  # int64 [B], bytes since the last boundary
+    history: MatchHistory
     summed: Tensor  # float64 [B], sum of boundary probabilities over the document
     open_segment: Tensor  # [B, D], sum of the bytes since the last boundary
-    open_bytes: Tensor  # [B, 1], number of these bytes
     unpooled: Tensor  # [B, O * D], the core's output for the last finished segment
-    history_ids: Tensor  # int64 [B, S], see MatchHistory
-    history_keys: Tensor  # int64 [X, B, S]
-    history_previous: Tensor  # int64 [X, B, S]
     byte_latents: Tensor  # [prelude and coda layers, 1, B, S, C + R], normed and rotated
     segment_latents: Tensor  # [core layers, n_loops, B, S, C + R], of each segment's last loop
     convolved: Tensor  # [Engram layers of the core, n_loops, B, S, D], convolution inputs
@@ -85,16 +86,14 @@ class DecodingState:
 
         return cls(
             n_loops=n_loops,
-            last_bytes=zeros(rows, c.reach, dtype=torch.int64).fill_(PAD_ID),
-            position=zeros(rows, dtype=torch.int64),
-            segments=zeros(rows, dtype=torch.int64),
+            last_bytes=np.full((rows, c.reach), PAD_ID),
+            position=np.zeros(rows, dtype=np.int64),
+            segments=np.zeros(rows, dtype=np.int64),
+            open_bytes=np.zeros(rows, dtype=np.int64),
+            history=MatchHistory.empty(len(c.engram_match_contexts), rows),
             summed=zeros(rows, dtype=torch.float64),
             open_segment=zeros(rows, c.hidden_size, dtype=wide_dtype),
-            open_bytes=zeros(rows, 1, dtype=wide_dtype),
             unpooled=null.repeat(rows, 1),
-            history_ids=zeros(rows, 1, dtype=torch.int64),
-            history_keys=zeros(len(c.engram_match_contexts), rows, 1, dtype=torch.int64),
-            history_previous=zeros(len(c.engram_match_contexts), rows, 1, dtype=torch.int64),
             byte_latents=zeros(byte_layers, 1, rows, 1, latent_width),
             segment_latents=zeros(c.n_recurrent_layers, n_loops, rows, 1, latent_width),
             convolved=zeros(len(c.engram_layers), n_loops, rows, 1, c.hidden_size),
@@ -104,92 +103,55 @@ class DecodingState:
         """Copy the state, or only the given rows, which may repeat."""
         if rows is None:
             rows = [*range(len(self.position))]
-        chosen = torch.tensor(rows, device=self.position.device)
+        chosen = torch.tensor(rows, device=self.summed.device)
         copies = {}
         for name, value in vars(self).items():
             if isinstance(value, Tensor):
                 value = value.index_select(ROW_DIMENSION.get(name, 0), chosen)
+            elif isinstance(value, np.ndarray):
+                value = value[rows]
+            elif isinstance(value, MatchHistory):
+                value = value.copy(rows)
             elif isinstance(value, dict):
                 value = {layer: kept.index_select(0, chosen) for layer, kept in value.items()}
             copies[name] = value
         return DecodingState(**copies)
 
-    def start_documents(self, starts: Tensor, null: Tensor):
-        """Reset the rows in which a new document starts. starts: bool [B]. null: see
-        Spider.null_output.
+    def start_document(self, row: int, null: Tensor):
+        """Reset a row in which a new document starts. null: see Spider.null_output.
 
-        Bytes, latents and history of the previous document stay stored, but a row at position 0
-        sees none of them."""
-        self.position.masked_fill_(starts, 0)
-        self.segments.masked_fill_(starts, 0)
-        self.summed.masked_fill_(starts, 0)
-        starts_B1 = starts[:, None]
-        self.open_segment.masked_fill_(starts_B1, 0)
-        self.open_bytes.masked_fill_(starts_B1, 0)
-        self.unpooled = torch.where(starts_B1, null.to(self.unpooled.dtype), self.unpooled)
-
-    def extend_segments(self, x_BD: Tensor) -> Tensor:
-        """Add a byte to each row's open segment; return the output of the last finished segment at
-        that byte's offset, [B, D]."""
-        self.open_segment = self.open_segment + x_BD
-        self.open_bytes = self.open_bytes + 1
-        unpooled_BOD = self.unpooled.unflatten(1, (-1, x_BD.shape[1]))
-        rows, offsets, _ = unpooled_BOD.shape
-        if offsets == 1:
-            return self.unpooled
-        offset_B = self.open_bytes.flatten().long().clamp_max(offsets - 1)
-        row_B = torch.arange(rows, device=x_BD.device)
-        return unpooled_BOD[row_B, offset_B]
-
-    def pool_segments(self, x_MD: Tensor, b_M: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
-        """Pool the segments that end in a piece, as segments.pool_segments does. A row's first
-        segment continues its open segment; the bytes after its last boundary become the new one."""
-        sums, weights, segment_cu_seqlens = sum_segments(x_MD, b_M, cu_seqlens)
-        sums = add_open_segments(sums, segment_cu_seqlens, self.open_segment)
-        weights = add_open_segments(weights, segment_cu_seqlens, self.open_bytes)
-        segments = len(sums) - len(self.position)
-        self.open_segment = sums[segments:]
-        self.open_bytes = weights[segments:]
-        z_ND = (sums[:segments] / weights[:segments]).to(x_MD.dtype)
-        return z_ND, segment_cu_seqlens
-
-    def set_unpooled(self, output: Tensor, segment_cu_seqlens: Tensor):
-        """Keep each row's newest segment from the core's output [N, O * D]."""
-        last_segment_B = (segment_cu_seqlens[1:] - 1).clamp_min(0)
-        newest = output.index_select(0, last_segment_B)
-        has_new = segment_cu_seqlens.diff()[:, None] > 0
-        self.unpooled = torch.where(has_new, newest, self.unpooled)
+        Bytes and latents of the previous document stay stored, but a row at position 0 sees none of
+        them."""
+        self.position[row] = 0
+        self.segments[row] = 0
+        self.open_bytes[row] = 0
+        self.history.forget(row)
+        self.summed[row] = 0
+        self.open_segment[row] = 0
+        self.unpooled[row] = null
 
 
 # The dimension of a state's rows, for tensors where it is not the first.
-ROW_DIMENSION = {
-    "history_keys": 1,
-    "history_previous": 1,
-    "byte_latents": 2,
-    "segment_latents": 2,
-    "convolved": 2,
-}
+ROW_DIMENSION = {"byte_latents": 2, "segment_latents": 2, "convolved": 2}
 
 
 # --------------------------------------------------------------------------------------------------
 # The bytes of a step
 
 
-def split_pieces(input_ids: Tensor) -> tuple[Tensor, ...]:
+def split_pieces(ids_BT: np.ndarray) -> list[np.ndarray]:
     """Split bytes [B, T] into pieces of at most PIECE bytes per row. In a piece, each row is inside
     one document."""
-    length = input_ids.shape[1]
-    if length == 1:
-        return (input_ids,)  # without waiting for the device
-    starts_document = document_starts(input_ids)[:, 1:].any(0)
-    new_documents = (starts_document.nonzero().flatten() + 1).tolist()
+    length = ids_BT.shape[1]
+    starts_document = document_starts(ids_BT)[:, 1:].any(0)
+    new_documents = (starts_document.nonzero()[0] + 1).tolist()
     piece_starts = sorted({*range(PIECE, length, PIECE), *new_documents})
-    return input_ids.tensor_split(piece_starts, dim=1)
+    return np.split(ids_BT, piece_starts, axis=1)
 
 
 def pack_piece(
-    input_ids: Tensor,
-    known: Tensor,
+    ids_BT: np.ndarray,
+    known: np.ndarray,
     state: DecodingState,
     config: SpiderConfig,
     match_memory: MatchMemory | None,
@@ -197,22 +159,75 @@ def pack_piece(
     """Pack a piece [B, T] as Spider._pack packs a batch, and add it to the match history.
 
     known: the last bytes of each row and the piece."""
-    rows, length = input_ids.shape
-    cu_seqlens = torch.arange(rows + 1, dtype=torch.int32, device=input_ids.device) * length
-    packing = Packing.build(
-        cu_seqlens, rows * length, length, config, state.byte_latents.dtype, before=state.position
-    )
+    rows, length = ids_BT.shape
+    device = state.summed.device
+    step = StepTokens.build(np.full(rows, length), state.position)
     before = known.shape[1] - length
-    position = state.position[:, None] + torch.arange(-before, length, device=known.device)
-    index = torch.arange(known.numel(), device=known.device).view_as(known)[:, before:]
-    past = PastBytes(known.flatten(), position.flatten(), index.flatten())
+    position = state.position[:, None] + np.arange(-before, length)
+    index = np.arange(known.size).reshape(known.shape)[:, before:]
+    past = PastBytes(known.ravel(), position.ravel(), index.ravel())
     matches = None
     if match_memory is not None:
-        history = MatchHistory(state.history_ids, state.history_keys, state.history_previous)
-        position_BT = packing.position.view(rows, length)
-        matches, history = match_memory.step(input_ids, past, position_BT, history)
-        state.history_ids, state.history_keys, state.history_previous = history
-    return PackedBytes(input_ids, packing, past, matches)
+        found = match_memory.step(ids_BT, past, state.position, state.history)
+        matches = Matches(*(to_device(part, device) for part in found))
+    packing = Packing.of_step(step, config, state.byte_latents.dtype, device)
+    return PackedBytes(to_device(ids_BT, device), packing, past, matches)
+
+
+class StepSegments(NamedTuple):
+    """Where the segments of a step's bytes end: NumPy arrays on the host, int64.
+
+        row of the sums    is for
+        0 to N - 1         the segments that end in the step, row after row of the batch
+        N + b              the open segment of row b, which may have no bytes
+
+        row of the outputs is for
+        b                  the last segment of row b that ended before the step
+        B to B + N - 1     the segments that end in the step
+    """
+
+    length: np.ndarray  # [B], segments of each row that end in the step
+    last_byte: np.ndarray  # [N]
+    sum_of_byte: np.ndarray  # [M], the row of the sums to which a byte belongs
+    sum_of_row: np.ndarray  # [B], the row of the sums that continues a row's open segment
+    bytes: np.ndarray  # [N + B], bytes of each segment
+    output_of_byte: np.ndarray  # [M], the row of the outputs that a byte gets
+    output_of_row: np.ndarray  # [B], the same for a row's last byte
+    offset: np.ndarray  # [M], bytes since the last boundary
+
+    @classmethod
+    def build(cls, ends_BT: np.ndarray, open_bytes_B: np.ndarray) -> "StepSegments":
+        """ends: bool. open_bytes: each row's bytes of earlier steps since its last boundary."""
+        rows, length = ends_BT.shape
+        row_B = np.arange(rows)
+        ended_BT = ends_BT.cumsum(1)  # at or before each byte
+        length_B = ended_BT[:, -1]
+        first_B = length_B.cumsum() - length_B
+        segments = int(length_B.sum())
+
+        segment_BT = ended_BT - ends_BT  # a byte's segment, counted in its row
+        is_open_BT = segment_BT == length_B[:, None]
+        open_row_B1 = segments + row_B[:, None]
+        sum_of_byte = np.where(is_open_BT, open_row_B1, first_B[:, None] + segment_BT).ravel()
+        sum_of_row = np.where(length_B > 0, first_B, segments + row_B)
+        n_bytes = np.bincount(sum_of_byte, minlength=segments + rows)
+        n_bytes[sum_of_row] += open_bytes_B
+
+        last_output_B1 = (rows + first_B - 1)[:, None]
+        output_BT = np.where(ended_BT > 0, last_output_B1 + ended_BT, row_B[:, None])
+        byte_T = np.arange(length)
+        boundary_BT = np.where(ends_BT, byte_T, -1 - open_bytes_B[:, None])
+        offset_BT = byte_T - np.maximum.accumulate(boundary_BT, axis=1)
+        return cls(
+            length_B,
+            ends_BT.ravel().nonzero()[0],
+            sum_of_byte,
+            sum_of_row,
+            n_bytes,
+            output_BT.ravel(),
+            output_BT[:, -1],
+            offset_BT.ravel(),
+        )
 
 
 @contextmanager

@@ -126,9 +126,9 @@ def weight_of(linear: nn.Linear, dtype: torch.dtype) -> Tensor:
         # wrapped, as by peft: get the weight from the product with a unit matrix
         unit = torch.eye(linear.in_features, dtype=dtype, device=linear.weight.device)
         return linear(unit).to(dtype).mT
-    cast: Any = linear.cast
-    if cast is not None and cast.dtype == dtype:
-        return cast
+    for weight in (linear.cast, linear.weight):
+        if weight is not None and weight.dtype == dtype:
+            return weight
     return linear.weight.to(dtype)
 
 

@@ -14,13 +14,15 @@ Shapes, as suffixes of names:
     R  ranks: the M bytes in the order of their keys
     B  sequences; in a decoding step, each is part of one document
     T  bytes of a sequence
-    S  slots for the bytes of a document so far, in decoding
+    S  slots: the bytes of a text, or in decoding of all documents so far
 """
 
 import warnings
 from collections.abc import Callable
-from typing import ClassVar, NamedTuple
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -28,9 +30,15 @@ from torch.utils.checkpoint import checkpoint
 
 from spider.config import MAX_CONTEXT_BYTES, SpiderConfig, primes_below
 from spider.model.attention import Cache
-from spider.model.contexts import PastBytes
+from spider.model.contexts import Integers, PastBytes, library_of, to_device
 from spider.model.layers import Linear, inverse_rms, rms_norm, wide
-from spider.model.packing import ActiveTokens, Packing, mark_tokens_dynamic, round_up
+from spider.model.packing import (
+    ActiveTokens,
+    Packing,
+    StepTokens,
+    mark_tokens_dynamic,
+    round_up,
+)
 
 # --------------------------------------------------------------------------------------------------
 # Tables of learned rows
@@ -42,6 +50,7 @@ class HashedContexts(nn.Module):
     def __init__(self, contexts: tuple[str, ...]):
         super().__init__()
         self.contexts = contexts
+        self.on_host: dict[str, np.ndarray] = {}  # copies of the buffers, for decoding
         longest = max(int(name) if name.isdecimal() else MAX_CONTEXT_BYTES for name in contexts)
         self.multiplier: Tensor = nn.Buffer(torch.empty(longest, dtype=torch.int64))
 
@@ -53,9 +62,21 @@ class HashedContexts(nn.Module):
         )
         self.multiplier.copy_(drawn * 2 + 1)
 
-    def keys(self, past: PastBytes) -> Tensor:
+    def read_to_host(self):
+        """Copy the constants to the host, for decoding. Waits for the device."""
+        self.on_host = {name: np.array(t.tolist()) for name, t in self.named_buffers()}
+
+    def constant(self, name: str, past: PastBytes[Integers]) -> Integers:
+        """Return a buffer: on the device, or on the host if past is there."""
+        if past.library is torch:
+            return self.get_buffer(name)
+        if not self.on_host:
+            self.read_to_host()
+        return self.on_host[name]
+
+    def keys(self, past: PastBytes[Integers]) -> Integers:
         """Return the keys of past's M bytes, int64 [X, M]."""
-        return past.keys(self.contexts, self.multiplier)
+        return past.keys(self.contexts, self.constant("multiplier", past))
 
 
 class LookupGradients(NamedTuple):
@@ -99,10 +120,13 @@ class EngramTable(HashedContexts):
     def addresses(self, past: PastBytes) -> Tensor:
         """Return the rows of `weight` for the contexts of M bytes, int64 [M, X * heads]."""
         keys = self.keys(past).T[:, :, None]
-        return (keys.remainder(self.prime) + self.offset).flatten(1)
+        address = keys % self.constant("prime", past) + self.constant("offset", past)
+        return to_device(address, self.weight.device).flatten(1)
 
     def forward(self, past: PastBytes) -> Tensor:
         """Look up the contexts of M bytes: [M, X * heads, dim]. Backward calls `gather`."""
+        if not torch.is_grad_enabled():
+            return F.embedding(self.addresses(past), self.weight)
         return _Lookup.apply(self.weight, self.addresses(past), self)
 
     def gather(self, row: Tensor, gradient: Tensor):
@@ -186,11 +210,11 @@ class _Lookup(torch.autograd.Function):
 
 
 class Matches(NamedTuple):
-    """The matches of M bytes' contexts, see MatchMemory."""
+    """The matches of M bytes' contexts, see MatchMemory; int64, tensors or NumPy arrays."""
 
-    row: Tensor  # int64 [M, X]
-    next_ids: Tensor  # int64 [M, X, occurrences], the id after each, newest first; -1: none
-    age: Tensor  # int64 [M, X], bytes since the newest occurrence; 0: none
+    row: Any  # [M, X]
+    next_ids: Any  # [M, X, occurrences], the id after each, newest first; -1: none
+    age: Any  # [M, X], bytes since the newest occurrence; 0: none
 
 
 class PackedBytes(NamedTuple):
@@ -207,12 +231,53 @@ class PackedBytes(NamedTuple):
         return self.input_ids.reshape(-1)
 
 
-class MatchHistory(NamedTuple):
-    """The bytes of each document so far, in decoding. The byte at position t is in slot t."""
+@dataclass
+class MatchHistory:
+    """The bytes of each document so far, in decoding, on the host. The byte at position t is in
+    slot t of its document."""
 
-    ids: Tensor  # int64 [B, S]
-    keys: Tensor  # int64 [X, B, S], keys of the contexts that end with each byte
-    previous: Tensor  # int64 [X, B, S], slot of each context's previous occurrence; -1: none
+    ids: np.ndarray  # int64 [B, S]
+    # int64 [X, B, S]: bytes since the previous occurrence of the context that ends in a slot; 0:
+    # there is none
+    back: np.ndarray
+    newest: list[list[dict[int, int]]]  # [B][X]: the slot of each key's newest occurrence
+
+    @classmethod
+    def empty(cls, contexts: int, documents: int) -> "MatchHistory":
+        newest: list[list[dict[int, int]]] = [
+            [{} for _ in range(contexts)] for _ in range(documents)
+        ]
+        ids = np.zeros((documents, 1), dtype=np.int64)
+        return cls(ids, np.zeros((contexts, documents, 1), dtype=np.int64), newest)
+
+    def copy(self, documents: list[int]) -> "MatchHistory":
+        """Copy the given documents, which may repeat."""
+        newest = [[*map(dict, self.newest[document])] for document in documents]
+        return MatchHistory(self.ids[documents], self.back[:, documents], newest)
+
+    def forget(self, document: int):
+        """Start a new document."""
+        for newest in self.newest[document]:
+            newest.clear()
+
+    def add(self, ids_BT: np.ndarray, keys_XBT: np.ndarray, position_B: np.ndarray):
+        """Add the bytes of a step with the keys of their contexts. position_B: of the first byte.
+
+        If slots are missing, all are copied to twice as many as needed."""
+        length = ids_BT.shape[1]
+        needed = int(position_B.max()) + length
+        slots = self.ids.shape[1]
+        if needed > slots:
+            more = (0, 2 * needed - slots)
+            self.ids = np.pad(self.ids, ((0, 0), more))
+            self.back = np.pad(self.back, ((0, 0), (0, 0), more))
+        for document, start in enumerate(position_B.tolist()):
+            self.ids[document, start : start + length] = ids_BT[document]
+            for context, newest in enumerate(self.newest[document]):
+                back = self.back[context, document]
+                for slot, key in enumerate(keys_XBT[context, document].tolist(), start):
+                    back[slot] = slot - newest.get(key, slot)
+                    newest[key] = slot
 
 
 class MatchMemory(HashedContexts):
@@ -246,73 +311,45 @@ class MatchMemory(HashedContexts):
         document_XR = document_M[byte_XR]
         same_key = key_XR[:, 1:] == key_XR[:, :-1]
         same_document = document_XR[:, 1:] == document_XR[:, :-1]
-        previous = torch.where(same_key & same_document, byte_XR[:, :-1], -1)  # from rank 1 on
-        previous_XM = torch.full_like(byte_XR, -1).scatter_(1, byte_XR[:, 1:], previous)
-        return self._follow(past.ids, previous_XM, past.index)
+        back = torch.where(same_key & same_document, byte_XR.diff(), 0)  # from rank 1 on
+        back_XM = torch.zeros_like(byte_XR).scatter_(1, byte_XR[:, 1:], back)
+        return self._follow(past.ids, back_XM, past.index)
 
     def step(
-        self, ids_BT: Tensor, past: PastBytes, position_BT: Tensor, history: MatchHistory
-    ) -> tuple[Matches, MatchHistory]:
-        """Find the matches of a decoding step's bytes, M = B * T; return them and the history, to
-        which the bytes are added.
+        self, ids_BT: np.ndarray, past: PastBytes, position_B: np.ndarray, history: MatchHistory
+    ) -> Matches:
+        """Add a decoding step's bytes to the history, and return their matches, M = B * T.
 
-        The history is changed in place, unless it needs more slots: then it is copied to twice as
-        many as it needs. Waits for the device."""
-        needed = int(position_BT[:, -1].max()) + 1  # host synchronisation
+        position_B: position of each document's first byte in the step."""
+        documents, length = ids_BT.shape
+        history.add(ids_BT, self.keys(past).reshape(-1, documents, length), position_B)
         slots = history.ids.shape[1]
-        if needed > slots:
-            more = (0, 2 * needed - slots)
-            history = MatchHistory(*(F.pad(tensor, more) for tensor in history))
-        keys_XBT = self.keys(past).view(-1, *ids_BT.shape)
-        position_XBT = position_BT.expand_as(keys_XBT)
-        history.ids.scatter_(1, position_BT, ids_BT)
-        history.keys.scatter_(2, position_XBT, keys_XBT)
-        newest_XBT = _newest_occurrence(keys_XBT, position_BT, history.keys[:, :, :needed])
-        history.previous.scatter_(2, position_XBT, newest_XBT)
-        return self._follow(history.ids, history.previous, position_BT), history
+        first_B = np.arange(documents) * slots + position_B
+        here_M = (first_B[:, None] + np.arange(length)).ravel()
+        return self._follow(history.ids.ravel(), history.back.reshape(-1, history.ids.size), here_M)
 
-    def _follow(self, ids: Tensor, previous: Tensor, here: Tensor) -> Matches:
+    def _follow(self, ids_S: Integers, back_XS: Integers, here_M: Integers) -> Matches:
         """Return matches by following the occurrences of contexts back.
 
-            slots in a full pass    the text's bytes, S = M
-            slots in decoding       a document's positions, [B, S]
-
-        ids [..., S]: byte in each slot. previous [X, ..., S]: for the context that ends in each
-        slot, the slot of its previous occurrence; -1: none. here: the slots to match, [M] or
-        [B, T]."""
-        ids = ids.expand_as(previous)
-        here = here.expand(len(previous), *here.shape)
-        newest = previous.gather(-1, here)
+        ids: byte in each slot. back: bytes since the previous occurrence of the context that ends
+        in each slot; 0: none. here: the slots to match. Slots are those of a text, or in decoding
+        of all documents, one document after another."""
+        library = library_of(ids_S)
+        context_X1 = library.arange(len(back_XS), device=ids_S.device)[:, None]
+        slot_XM = here_M
         next_ids = []
-        slot = newest
         for _ in range(self.occurrences):
-            next_id = torch.where(slot < 0, -1, ids.gather(-1, slot + 1))
-            next_ids.append(next_id.flatten(1).T)  # [M, X]
-            slot = torch.where(slot < 0, -1, previous.gather(-1, slot.clamp_min(0)))
+            back_XM = back_XS[context_X1, slot_XM]
+            slot_XM = slot_XM - back_XM
+            after_XM = library.where(back_XM > 0, slot_XM + 1, 0)
+            next_ids.append(library.where(back_XM > 0, ids_S[after_XM], -1))
         newest_id, older_id = next_ids[:2]
-        agreement = torch.where(older_id < 0, 0, torch.where(newest_id == older_id, 256, 512))
+        agreement = library.where(newest_id == older_id, 256, 512)
+        row_XM = newest_id + library.where(older_id < 0, 0, agreement)
         is_byte = (newest_id >= 0) & (newest_id <= 255)
-        row_MX = torch.where(is_byte, newest_id + agreement, self.NOTHING)
-        age = torch.where(newest < 0, 0, here - newest)
-        return Matches(row_MX, torch.stack(next_ids, dim=-1), age.flatten(1).T)
-
-
-def _newest_occurrence(keys_XBT: Tensor, position_BT: Tensor, stored_XBS: Tensor) -> Tensor:
-    """Return for each of the step's bytes the last slot before its own slot, position_BT, that
-    stores the same key: int64 [X, B, T]; -1: none.
-
-    stored_XBS: the keys in all slots, the step's bytes included."""
-    # Slots count from 1 here, so that 0 stands for none.
-    count_S = torch.arange(1, stored_XBS.shape[2] + 1, dtype=torch.int32, device=keys_XBT.device)
-    bytes_at_once = max(1, (1 << 22) // stored_XBS.numel())  # limits the memory of `is_match`
-    newest = []
-    for keys, position in zip(
-        keys_XBT.split(bytes_at_once, -1), position_BT.split(bytes_at_once, -1), strict=True
-    ):
-        same_key = stored_XBS[:, :, None] == keys[..., None]
-        is_match = same_key & (count_S <= position[..., None])  # [X, B, bytes at once, S]
-        newest.append(is_match.mul(count_S).amax(-1))
-    return torch.cat(newest, dim=-1).long() - 1
+        row_XM = library.where(is_byte, row_XM, self.NOTHING)
+        age_XM = back_XS[context_X1, here_M]
+        return Matches(row_XM.T, library.stack(next_ids, -1).swapaxes(0, 1), age_XM.T)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -325,26 +362,26 @@ class RetrievedMemory(NamedTuple):
     key: Tensor  # [N, D], normed
     value: Tensor  # [N, D]
     mean_square: Tensor  # [N, 1], of value, at least fp32
-    tap_segment: Tensor  # int64 [N * taps], the segments that each segment's convolution reads
-    tap_value: Tensor  # [N, taps, D], weight * value there, or 0 before the document's start
+    # None in decoding:
+    tap_segment: Tensor | None  # int64 [N * taps], what each segment's convolution reads
+    tap_value: Tensor | None  # [N, taps, D], weight * value there, or 0 before the document's start
 
 
 class ConvolutionCache(Cache):
     """The cache of the convolution in decoding: norm(u) of earlier segments."""
 
-    def __init__(self, buffer: Tensor, packing: Packing, before: Tensor, config: SpiderConfig):
+    def __init__(self, buffer: Tensor, step: StepTokens, config: SpiderConfig):
         distances = SegmentEngram.tap_distances(config)
-        super().__init__(buffer, packing, before, window=distances[-1] + 1)
-        distance = torch.tensor(distances, device=buffer.device)[:, None]
-        position = packing.position - distance  # of earlier segments, [taps - 1, N]
-        self.earlier_slot = self.slot_of(position).flatten()
-        self.has_earlier = (position >= 0)[:, :, None]
+        super().__init__(buffer, step, window=distances[-1] + 1)
+        position = step.position - np.array(distances)[:, None]  # of each tap's segment, [taps, N]
+        self.tap_slot = to_device(self.slot_of(position), buffer.device).flatten()
+        self.in_document = to_device(position >= 0, buffer.device)[:, :, None]
 
     def put_and_look_back(self, x: Tensor) -> Tensor:
-        """Store the step's segments [N, D]; return the earlier segments that the convolution reads,
-        [taps - 1, N, D], which are zero before a document's start."""
-        earlier = self.put(x).index_select(0, self.earlier_slot).view(-1, *x.shape)
-        return torch.where(self.has_earlier, earlier, 0)
+        """Store the step's segments [N, D]; return the segments that the convolution reads, [taps,
+        N, D], which are zero before a document's start."""
+        segment_of_tap = self.put(x).index_select(0, self.tap_slot).view(-1, *x.shape)
+        return torch.where(self.in_document, segment_of_tap, 0)
 
 
 class SegmentEngram(nn.Module):
@@ -380,9 +417,9 @@ class SegmentEngram(nn.Module):
 
     @classmethod
     def tap_distances(cls, config: SpiderConfig) -> list[int]:
-        """Return the distances in segments of the convolution's taps, except the first, 0."""
+        """Return the distances in segments of the convolution's taps."""
         dilation = len(config.engram_contexts)
-        return [tap * dilation for tap in range(1, cls.kernel_size)]
+        return [tap * dilation for tap in range(cls.kernel_size)]
 
     def retrieve(self, past: PastBytes, position_N: Tensor, dtype: torch.dtype) -> RetrievedMemory:
         """Look up what all loops use.
@@ -395,6 +432,8 @@ class SegmentEngram(nn.Module):
         at_least_fp32 = torch.promote_types(dtype, torch.float32)
         length = torch.linalg.vector_norm(value_ND, dim=1, keepdim=True, dtype=at_least_fp32)
         mean_square = length.square() / value_ND.shape[1]
+        if past.library is np:  # in decoding, the taps read the cache
+            return RetrievedMemory(key_ND, value_ND, mean_square, None, None)
         if self.compiled is not None and torch.is_grad_enabled():
             mark_tokens_dynamic(value_ND, position_N)
             tap_value, tap_segment = self.compiled(self, value_ND, position_N)
@@ -467,12 +506,8 @@ class SegmentEngram(nn.Module):
 
     def _convolve_with_cache(self, norm_u_ND: Tensor, cache: ConvolutionCache) -> Tensor:
         """Convolve norm(u) over the segments of this step and of earlier steps, [N, D]."""
-        weight, *earlier_weights = self.conv_weight.to(norm_u_ND.dtype)
-        convolved = norm_u_ND * weight
-        earlier = cache.put_and_look_back(norm_u_ND)  # [taps - 1, N, D]
-        for weight, norm_u in zip(earlier_weights, earlier, strict=True):
-            convolved = convolved + norm_u * weight
-        return convolved
+        weight = self.conv_weight.to(norm_u_ND.dtype)[:, None]  # [taps, 1, D]
+        return (cache.put_and_look_back(norm_u_ND) * weight).sum(0)
 
 
 class _Similarity(torch.autograd.Function):

@@ -17,11 +17,13 @@ from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from spider.config import SpiderConfig
+from spider.model.contexts import Integers, to_device
 from spider.vocabulary import BOS_ID, EOS_ID
 
 # --------------------------------------------------------------------------------------------------
@@ -44,7 +46,7 @@ def check_ids(name: str, ids: Tensor, rows: int | None = None, length: int | Non
         )
 
 
-def document_starts(input_ids: Tensor) -> Tensor:
+def document_starts(input_ids: Integers) -> Integers:
     """Mark the starts of documents, which are BOS and the bytes after EOS: [sequences, length] ->
     bool [sequences, length]."""
     starts = input_ids == BOS_ID
@@ -78,6 +80,36 @@ class Bucket(NamedTuple):
     length: int  # tokens of each document, padding included
 
 
+class StepTokens(NamedTuple):
+    """The tokens of a decoding step, M in B documents: NumPy arrays on the host, int64."""
+
+    length: np.ndarray  # [B], the step's tokens of each document
+    before: np.ndarray  # [B], tokens of each document in earlier steps
+    document: np.ndarray  # [M]
+    index: np.ndarray  # [M], in the document's tokens of the step
+
+    @classmethod
+    def build(cls, length: np.ndarray, before: np.ndarray) -> "StepTokens":
+        document = np.arange(len(length)).repeat(length)
+        first = length.cumsum() - length
+        return cls(length, before, document, np.arange(len(document)) - first[document])
+
+    @property
+    def position(self) -> np.ndarray:
+        """Return the tokens' positions in their documents, [M]."""
+        return self.before[self.document] + self.index
+
+    @property
+    def max_seqlen(self) -> int:
+        """Return the largest number of tokens of a document in this step."""
+        return int(self.length.max())
+
+    @property
+    def is_single(self) -> bool:
+        """Return whether there is only one token, as in sampling one text."""
+        return len(self.length) == len(self.document) == 1
+
+
 @dataclass
 class Packing:
     """The document of each packed token, and what attention needs to know about documents.
@@ -86,7 +118,7 @@ class Packing:
 
         in bf16 or fp16 on a GPU   max_seqlen_as_size, see attend_varlen
         else                       buckets and padded_index, see attend_padded
-        in decoding                none of these, see LatentCache
+        in decoding                step, see LatentCache
     """
 
     cu_seqlens: Tensor  # int32 [B + 1], each document's first token, then the number of tokens
@@ -101,6 +133,7 @@ class Packing:
     # [max_seqlen, 0]. Its size carries max_seqlen into compiled graphs, where sizes are dynamic. An
     # int would be a constant of the graph, and every new value would need a new graph.
     max_seqlen_as_size: Tensor | None = None
+    step: StepTokens | None = None
 
     @classmethod
     def build(
@@ -111,46 +144,72 @@ class Packing:
         config: SpiderConfig,
         dtype: torch.dtype,
         window: int = 0,
-        before: Tensor | None = None,
     ) -> "Packing":
-        """Build the packing of `tokens` tokens.
+        """Build the packing of `tokens` tokens of a full pass.
 
-        cu_seqlens: int32 [B + 1]. dtype: for attention. before: int64 [B], tokens of each
-        document in earlier decoding steps; None outside decoding."""
+        cu_seqlens: int32 [B + 1]. dtype: for attention."""
         device = cu_seqlens.device
         token = torch.arange(tokens, device=device)
         document = torch.searchsorted(cu_seqlens[1:], token, right=True)
-        origin = cu_seqlens if before is None else cu_seqlens[:-1] - before  # position 0
-        position = token - origin.index_select(0, document)
+        position = token - cu_seqlens.index_select(0, document)
 
         buckets = None
         padded_index = None
         max_seqlen_as_size = None
-        if before is None:
-            has_kernel = device.type != "cpu" and dtype in (torch.bfloat16, torch.float16)
-            if has_kernel:
-                max_seqlen_as_size = torch.empty(max_seqlen, 0, device=device)
-            else:
-                buckets, start = pad_documents(cu_seqlens.diff(), max_seqlen)
-                if start is not None:
-                    padded_index = start.index_select(0, document) + position
+        has_kernel = device.type != "cpu" and dtype in (torch.bfloat16, torch.float16)
+        if has_kernel:
+            max_seqlen_as_size = torch.empty(max_seqlen, 0, device=device)
+        else:
+            buckets, start = pad_documents(cu_seqlens.diff(), max_seqlen)
+            if start is not None:
+                padded_index = start.index_select(0, document) + position
 
-        frequency, signed_frequency = rotary_frequencies(
-            config.qk_rope_head_dim, config.rope_theta, device
-        )
-        position_M11 = position[:, None, None]
+        cos, sin = rotate(position, config, dtype)
         return cls(
             cu_seqlens,
             document,
             position,
             max_seqlen,
-            cos=(position_M11 * frequency).cos().to(dtype),
-            sin=(position_M11 * signed_frequency).sin().to(dtype),
-            buckets=buckets,
-            padded_index=padded_index,
-            window=window,
-            max_seqlen_as_size=max_seqlen_as_size,
+            cos,
+            sin,
+            buckets,
+            padded_index,
+            window,
+            max_seqlen_as_size,
         )
+
+    @classmethod
+    def of_step(
+        cls, step: StepTokens, config: SpiderConfig, dtype: torch.dtype, device: torch.device
+    ) -> "Packing":
+        """Build the packing of a decoding step. dtype: for attention."""
+        cu_seqlens = np.append(0, step.length.cumsum()).astype(np.int32)
+        position = to_device(step.position, device)
+        cos, sin = rotate(position, config, dtype)
+        return cls(
+            to_device(cu_seqlens, device),
+            to_device(step.document, device),
+            position,
+            step.max_seqlen,
+            cos,
+            sin,
+            buckets=None,
+            padded_index=None,
+            window=0,
+            step=step,
+        )
+
+
+def rotate(
+    position_M: Tensor, config: SpiderConfig, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Return Packing's cos and sin of positions."""
+    frequency, signed_frequency = rotary_frequencies(
+        config.qk_rope_head_dim, config.rope_theta, position_M.device
+    )
+    position_M11 = position_M[:, None, None]
+    cos = (position_M11 * frequency).cos().to(dtype)
+    return cos, (position_M11 * signed_frequency).sin().to(dtype)
 
 
 @cache

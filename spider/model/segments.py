@@ -35,31 +35,14 @@ def pool_segments(h: Tensor, b: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Ten
 
     h [M, D]; b [M] with a straight-through gradient; cu_seqlens int32 [B + 1]. Return z [N, D],
     documents in order, and segment_cu_seqlens int32 [B + 1]. This waits for the device."""
-    sums, weights, segment_cu_seqlens = sum_segments(h, b, cu_seqlens)
-    documents = len(cu_seqlens) - 1
-    segments = len(sums) - documents
-    z_ND = sums[:segments] / weights[:segments]
-    return z_ND.to(h.dtype), segment_cu_seqlens
-
-
-def sum_segments(h: Tensor, b: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Sum the bytes of each segment: numerator and denominator of pool_segments.
-
-    Return the sums of w_t h_t [N + B, D] and of w_t [N + B, 1], and segment_cu_seqlens int32
-    [B + 1] of the finished segments. This waits for the device.
-
-        row of the sums   is for
-        0 to N - 1        the finished segments, counted over all documents
-        N + d             the open segment of document d, which may have no bytes"""
-    documents = len(cu_seqlens) - 1
     document_M, ended_M = _documents_and_segments(b, cu_seqlens)
     segment_cu_seqlens = F.pad(ended_M, (1, 0)).index_select(0, cu_seqlens)
     segments = int(segment_cu_seqlens[-1])  # host synchronisation
 
-    # The row of each byte: its segment if that has finished, else its document's open segment.
+    # The row of each byte in the sums: its segment if that has finished, else row N.
     segment_M = ended_M - b.detach().round().long()
     first_of_next = segment_cu_seqlens.index_select(0, document_M + 1)
-    row_M = torch.where(segment_M < first_of_next, segment_M, segments + document_M)
+    row_M = torch.where(segment_M < first_of_next, segment_M, segments)
 
     # c and w, whose gradient reaches b
     boundaries_before = b.cumsum(0) - b
@@ -67,20 +50,10 @@ def sum_segments(h: Tensor, b: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tens
     c_M = boundaries_before - before_document
     w_M = 1 + c_M - c_M.detach()
 
-    rows = segments + documents
-    weights = w_M.new_zeros(rows, 1).index_add(0, row_M, w_M[:, None])
-    sums = _SumRows.apply(h, w_M, row_M, rows)
-    return sums, weights, segment_cu_seqlens.to(torch.int32)
-
-
-def add_open_segments(sums: Tensor, segment_cu_seqlens: Tensor, open_sums: Tensor) -> Tensor:
-    """Add the sums [B, D] of the segments that the previous decoding step left open to the sums
-    [N + B, D] of this step (see sum_segments), whose first segment in each document continues the
-    open segment."""
-    open_row_B = torch.arange(len(sums) - len(open_sums), len(sums), device=sums.device)
-    has_finished_B = segment_cu_seqlens.diff() > 0
-    row_B = torch.where(has_finished_B, segment_cu_seqlens[:-1], open_row_B)
-    return sums.index_add(0, row_B, open_sums)
+    weights = w_M.new_zeros(segments + 1, 1).index_add(0, row_M, w_M[:, None])
+    sums = _SumRows.apply(h, w_M, row_M, segments + 1)
+    z_ND = sums[:segments] / weights[:segments]
+    return z_ND.to(h.dtype), segment_cu_seqlens.to(torch.int32)
 
 
 class _SumRows(torch.autograd.Function):
@@ -132,17 +105,13 @@ def unpool_segments(
     return rows.index_select(0, row_M)
 
 
-def segment_offsets(
-    boundary_M: Tensor, start_M: Tensor, count: int, open_bytes: Tensor | int = 0
-) -> Tensor:
+def segment_offsets(boundary_M: Tensor, start_M: Tensor, count: int) -> Tensor:
     """Return each byte's segment offset, int64 [M]: its distance from the last boundary, at most
     count - 1. Before the first boundary, count as if one preceded the document.
 
-    boundary_M: from last_boundary. start_M: the first byte of each byte's document. open_bytes [M]:
-    in decoding, the bytes of earlier steps since the last boundary."""
+    boundary_M: from last_boundary. start_M: the first byte of each byte's document."""
     byte_M = torch.arange(len(boundary_M), device=boundary_M.device)
-    before_start_M = start_M - 1 - open_bytes
-    origin_M = torch.where(boundary_M < start_M, before_start_M, boundary_M)
+    origin_M = torch.where(boundary_M < start_M, start_M - 1, boundary_M)
     return (byte_M - origin_M).clamp_max(count - 1)
 
 

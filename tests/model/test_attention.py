@@ -2,13 +2,14 @@
 
 from contextlib import nullcontext
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 
 from conftest import small_config
 from spider.model.attention import ALL_TOKENS, MLA, LatentCache, attend_padded, tokens_before
-from spider.model.packing import Packing
+from spider.model.packing import Packing, StepTokens
 from stand_in_gpu import stand_in_gpu
 
 LENGTHS = (
@@ -67,15 +68,11 @@ def test_windowed_cache_keeps_and_attends_only_to_its_window(step_lengths, windo
     x = torch.randn(2, 30, 4, dtype=torch.float64, generator=generator)
     q = torch.randn(2, 30, 2, 4, dtype=torch.float64, generator=generator)
     buffer = torch.zeros(1, 1, 2, 1, 4, dtype=torch.float64)
-    before = torch.zeros(2, dtype=torch.int64)
+    before = np.zeros(2, dtype=np.int64)
     for tokens in ([5, 0], *([n, n] for n in step_lengths)):
-        lengths = torch.tensor(tokens)
-        cu_seqlens = F.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
-        packing = Packing.build(
-            cu_seqlens, sum(tokens), max(tokens), small_config(), torch.float64, before=before
-        )
-        cache = LatentCache(buffer, packing, before, window).of(0)
-        now = (packing.document, packing.position)
+        step = StepTokens.build(np.array(tokens), before)
+        cache = LatentCache(buffer, step, window).of(0)
+        now = (step.document, step.position)
         out = cache.attend(q[now], x[now], scale=0.7, value_width=3)
         for document, position, y in zip(*(t.tolist() for t in now), out, strict=True):
             first = max(0, position + 1 - window) if window else 0
@@ -83,7 +80,7 @@ def test_windowed_cache_keeps_and_attends_only_to_its_window(step_lengths, windo
             weights = (0.7 * q[document, position] @ keys.T).softmax(-1)
             torch.testing.assert_close(y, weights @ keys[:, :3], rtol=0, atol=1e-12)
         buffer = cache.buffer
-        before = before + lengths
+        before = before + tokens
     if window:
         assert buffer.shape[3] <= max(16, 2 * (window + max(step_lengths) - 1))
 
