@@ -443,7 +443,7 @@ class RecurrentCore(nn.Module):
         if config.segment_offsets > 1:
             # added to out_proj at each segment offset, [offsets, out, in]
             self.offset_proj = nn.Parameter(torch.empty(config.segment_offsets, width, width))
-        # See Halting. None: on a CPU and in decoding; elsewhere a GPU would wait in each loop.
+        # See Halting. None: on a CPU; a GPU's host would wait in each loop.
         self.drop_halted: bool | None = None
 
     def init_weights(self):
@@ -468,7 +468,7 @@ class RecurrentCore(nn.Module):
         n_loops = core_inputs.n_loops
         drop_halted = self.drop_halted
         if drop_halted is None:
-            drop_halted = core_inputs.decoding or not z_ND.is_cuda
+            drop_halted = not z_ND.is_cuda
         halting = Halting(core_inputs.segment_weight_N, self.config.act_threshold, drop_halted)
         e_ND = apply_dropout(rms_norm(z_ND), core_inputs.dropout, core_inputs.noise_N, CORE_INPUT)
         decay_D = self.decay()  # A
@@ -493,7 +493,8 @@ class RecurrentCore(nn.Module):
                     core_inputs.caches_of(i, t, self.config.engram_layers),
                     core_inputs.recompute,
                 )
-                if routing.score is not None and routing.topk_idx is not None:
+                if routing.topk_idx is not None and not core_inputs.decoding:
+                    assert routing.score is not None
                     score_NE = active.scatter(routing.score)
                     topk_idx_NK = active.scatter(routing.topk_idx)
                     visits.append((score_NE, topk_idx_NK, halting.segment_weight_N))
@@ -512,8 +513,6 @@ class RecurrentCore(nn.Module):
         normed_ND = rms_norm(halting.output_ND)
         normed_ND = apply_dropout(normed_ND, core_inputs.dropout, core_inputs.noise_N, CORE_OUTPUT)
         output = self._read_out(normed_ND)
-        if core_inputs.decoding:
-            visits = []
         return self._result(output, visits, halting, n_loops, decay_D)
 
     # ----------------------------------------------------------------------------------------------
@@ -1322,25 +1321,28 @@ class Spider(nn.Module):
         n-gram of this many bytes twice; 0: off.
 
         Raise FloatingPointError for a non-finite logit."""
-        ended = torch.zeros(len(logits), dtype=torch.bool, device=logits.device)
-        written = logits.new_empty(len(logits), 0, dtype=torch.int64)
+        written = np.empty((len(logits), 0), dtype=np.int64)
+        ended = np.zeros(len(logits), dtype=bool)
         with self.cast_weights_once():
             for count in range(max_new_bytes):
                 if count > 0:
-                    logits = self.step(written[:, -1:], state)[:, -1]
-                if not logits.isfinite().all():
-                    raise FloatingPointError(
-                        "the model's logits are not finite numbers: its weights are ruined"
-                    )
+                    logits = self._step(written[:, -1:], state)[:, -1]
+                total = logits.sum(1)  # not finite if a logit is not
                 if no_repeat_ngram_size > 0:
                     logits = forbid_repeats(logits, written, no_repeat_ngram_size)
                 drawn = draw(logits, temperature, top_k, top_p, generator)
-                drawn = torch.where(ended, PAD_ID, drawn)
-                written = torch.cat((written, drawn[:, None]), dim=1)
-                ended |= drawn == EOS_ID
+                drawn = torch.where(total.isfinite(), drawn, -1)
+                drawn_B = np.array(drawn.tolist())  # host synchronisation
+                if (drawn_B < 0).any():
+                    raise FloatingPointError(
+                        "the model's logits are not finite numbers: its weights are ruined"
+                    )
+                drawn_B[ended] = PAD_ID
+                written = np.column_stack((written, drawn_B))
+                ended |= drawn_B == EOS_ID
                 if ended.all():
                     return
-                yield [byte if byte < 256 else None for byte in drawn.tolist()]
+                yield [byte if byte < 256 else None for byte in drawn_B.tolist()]
 
     def generate(
         self,

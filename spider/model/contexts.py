@@ -55,7 +55,8 @@ def to_device(x: Tensor | np.ndarray, device: torch.device) -> Tensor:
 def after(first: int, x: Integers) -> Integers:
     """Return x with another number before it, [L] -> [L + 1]."""
     library = library_of(x)
-    return library.concatenate((library.full_like(x[:1], first), x))
+    start = library.full((1,), first, dtype=x.dtype, device=x.device)
+    return library.concatenate((start, x))
 
 
 def word_ends(ids_L: Integers, position_L: Integers) -> Integers:

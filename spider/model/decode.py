@@ -27,6 +27,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.lib.stride_tricks import sliding_window_view
 from torch import Tensor
 
 from spider.config import SpiderConfig
@@ -275,27 +276,22 @@ def draw(
         beyond = likelier / probability.sum(1, keepdim=True) >= top_p
         beyond[:, 0] = False  # a top_p of 1e-50 is 0 in fp32
         probability[beyond] = 0
-    chosen = torch.multinomial(probability, 1, generator=generator)
+    # torch.multinomial does the same, but also waits for the device to check the probabilities
+    race = torch.empty_like(probability).exponential_(generator=generator)
+    chosen = (probability / race).argmax(1, keepdim=True)
     return ids.gather(1, chosen).squeeze(1)
 
 
-def forbid_repeats(logits: Tensor, written: Tensor, size: int) -> Tensor:
+def forbid_repeats(logits: Tensor, written: np.ndarray, size: int) -> Tensor:
     """Rule out ids that would repeat an n-gram of `size` written ids: logits [B, vocab_size].
 
     written int64 [B, n]: all ids so far, PAD after the end of a row. transformers'
     no_repeat_ngram_size does the same."""
-    length = written.shape[1]
-    if length < size:
+    if written.shape[1] < size:
         return logits
-    if size == 1:
-        return logits.scatter(1, written, -math.inf)
-    # Compare only n-grams whose second-to-last id is the newest id. Comparing all would take
-    # longer than a decoding step.
-    newest = written[:, -1:]
-    candidate = (written[:, size - 2 : -1] == newest) & (newest != PAD_ID)
-    row, first = candidate.nonzero(as_tuple=True)
-    ngrams = written.unfold(1, size, 1)[row, first]  # [candidates, size]
-    written_last = written[row, length - size + 1 :]  # the size - 1 newest ids
-    repeats = (ngrams[:, :-1] == written_last).all(1)
-    forbidden = (row[repeats], ngrams[repeats, -1])
-    return logits.index_put(forbidden, logits.new_tensor(-math.inf))
+    ngrams = sliding_window_view(written, size, axis=1)  # [B, ngrams, size]
+    newest = written[:, None, written.shape[1] - size + 1 :]  # the size - 1 newest ids
+    repeats = (ngrams[:, :, :-1] == newest).all(2) & (ngrams[:, :, -1] != PAD_ID)
+    row, ngram = repeats.nonzero()
+    forbidden = (to_device(row, logits.device), to_device(ngrams[row, ngram, -1], logits.device))
+    return logits.index_put(forbidden, logits.new_full((), -math.inf))
