@@ -63,7 +63,7 @@ from spider.model.boundaries import (
     flexitokens_boundaries,
     surprise_loss,
 )
-from spider.model.contexts import PastBytes, to_device
+from spider.model.contexts import Integers, PastBytes, to_device
 from spider.model.decode import (
     DecodingState,
     StepSegments,
@@ -1128,7 +1128,7 @@ class Spider(nn.Module):
 
     def _boundaries_inside(
         self, predicted: Tensor | None, packed: PackedBytes, summed: Tensor | None = None
-    ) -> Tensor:
+    ) -> Integers:
         """Decide where segments end inside documents: [M], 0 or 1, or bool.
 
         summed [documents]: in decoding, see boundaries.flexitokens_boundaries."""
@@ -1261,23 +1261,29 @@ class Spider(nn.Module):
             ends = np.array(ends.tolist())  # host synchronisation
         ends_M = end_documents(ends, packed.past.ids[packed.past.index]) > 0
         segments = StepSegments.build(ends_M.reshape(packed.input_ids.shape), state.open_bytes)
-        n = len(segments.last_byte)
+        first_B = to_device(segments.first, device)
+        last_B = to_device(segments.last, device)
 
-        sums = state.open_segment.new_zeros(len(segments.bytes), x_MD.shape[1])
-        sums.index_copy_(0, to_device(segments.sum_of_row, device), state.open_segment)
-        sums.index_add_(0, to_device(segments.sum_of_byte, device), x_MD.to(sums.dtype))
-        state.open_segment = sums[n:]
-        state.open_bytes = segments.bytes[n:]
+        sums = x_MD.new_zeros(len(segments.bytes), x_MD.shape[1], dtype=self.wide_dtype)
+        sums.index_copy_(0, first_B, state.open_segment)
+        sums.index_add_(0, to_device(segments.segment, device), x_MD.to(sums.dtype))
+        state.open_segment = sums.index_select(0, last_B)
+        state.open_bytes = segments.bytes[segments.last]
 
         outputs = state.unpooled
-        if n:
-            z_ND = sums[:n] / to_device(segments.bytes[:n], device)[:, None]
-            past = packed.past.select(segments.last_byte)
-            output = self._decode_core(z_ND.to(x_MD.dtype), segments.length, past, state)
-            outputs = torch.cat((outputs, output))
-            state.unpooled = outputs.index_select(0, to_device(segments.output_of_row, device))
+        if ends_M.any():
+            number = np.arange(len(sums))
+            finished = np.delete(number, segments.last)
+            n_bytes = to_device(segments.bytes[finished], device)
+            z_ND = sums.index_select(0, to_device(finished, device)) / n_bytes[:, None]
+            past = packed.past.select(ends_M.nonzero()[0])
+            output = self._decode_core(z_ND.to(x_MD.dtype), segments.ended, past, state)
+            others = to_device(np.delete(number, segments.first), device)
+            outputs = output.new_empty(len(sums), output.shape[1])
+            outputs.index_copy_(0, first_B, state.unpooled).index_copy_(0, others, output)
+            state.unpooled = outputs.index_select(0, last_B)
         offsets = self.config.segment_offsets
-        index_M = segments.output_of_byte * offsets + np.minimum(segments.offset, offsets - 1)
+        index_M = segments.output * offsets + np.minimum(segments.offset, offsets - 1)
         return outputs.view(-1, x_MD.shape[1]).index_select(0, to_device(index_M, device))
 
     def _decode_core(

@@ -113,7 +113,7 @@ class LatentCache(Cache):
         self.kept = kept
         if step.is_single:  # which sees all slots
             return
-        padded_index = step.document * step.max_seqlen + step.index
+        padded_index = step.document * step.max_seqlen + step.index_in_step
         self.padded_index = to_device(padded_index, buffer.device)
 
         slot = np.arange(self.used_slots)

@@ -24,7 +24,7 @@ Shapes, as suffixes of names:
 import operator
 from functools import cached_property
 from itertools import accumulate
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -37,15 +37,15 @@ from spider.vocabulary import PAD_ID
 BASE = 0x1E3779B97F4A7C15
 INVERSE = pow(BASE, -1, 1 << 64)
 
-Integers = TypeVar("Integers", Tensor, np.ndarray)
+Integers: TypeAlias = Any  # int64 or bool: a tensor, or in decoding a NumPy array
 
 
-def library_of(x: Tensor | np.ndarray) -> Any:
+def library_of(x: Integers) -> Any:
     """Return torch or numpy, the library of x."""
     return torch if isinstance(x, Tensor) else np
 
 
-def to_device(x: Tensor | np.ndarray, device: torch.device) -> Tensor:
+def to_device(x: Integers, device: torch.device) -> Tensor:
     """Copy numbers to a device, without waiting for it. What is there already is not copied."""
     if isinstance(x, np.ndarray):
         x = torch.from_numpy(x)
@@ -57,6 +57,10 @@ def after(first: int, x: Integers) -> Integers:
     library = library_of(x)
     start = library.full((1,), first, dtype=x.dtype, device=x.device)
     return library.concatenate((start, x))
+
+
+def running_max(x: Integers) -> Integers:
+    return x.cummax(0).values if isinstance(x, Tensor) else np.maximum.accumulate(x)
 
 
 def word_ends(ids_L: Integers, position_L: Integers) -> Integers:
@@ -76,7 +80,7 @@ def word_ends(ids_L: Integers, position_L: Integers) -> Integers:
     return after_word_byte & ~is_word_byte
 
 
-class PastBytes(Generic[Integers]):
+class PastBytes:
     """The bytes of a text up to each of M bytes, within their documents.
 
     The hash of bytes a to b - 1 comes from prefix sums over the text, mod 2^64:
@@ -129,11 +133,8 @@ class PastBytes(Generic[Integers]):
             ends_L = self.word_ends if unit == "word" else self.ids == ord("\n")
             count_L = self.library.arange(1, len(self.ids) + 1, device=self.ids.device)
             end_L = self.library.where(ends_L, count_L, 0)
-            if isinstance(end_L, Tensor):
-                newest = end_L.cummax(0).values
-            else:
-                newest = np.maximum.accumulate(end_L)
-            self.newest_ends_of[unit] = after(0, after(0, newest))
+            newest_L = running_max(end_L)
+            self.newest_ends_of[unit] = after(0, after(0, newest_L))
         return self.newest_ends_of[unit]
 
     def since(self, unit: str, n: int) -> Integers:

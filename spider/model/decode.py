@@ -176,59 +176,40 @@ def pack_piece(
 
 
 class StepSegments(NamedTuple):
-    """Where the segments of a step's bytes end: NumPy arrays on the host, int64.
+    """The segments of a step's bytes: NumPy arrays on the host, int64.
 
-        row of the sums    is for
-        0 to N - 1         the segments that end in the step, row after row of the batch
-        N + b              the open segment of row b, which may have no bytes
+    Row b of the batch has the segments first[b] to last[b] of B + N. The first one continues the
+    row's open segment, and the last one stays open. Their outputs have the same numbers, shifted by
+    one: first[b] is the output of the segment before the step.
 
-        row of the outputs is for
-        b                  the last segment of row b that ended before the step
-        B to B + N - 1     the segments that end in the step
+        ends          0 0 1 0 1 0 | 0 1 0     two rows
+        segment       0 0 0 1 1 2 | 3 3 4
+        output        0 0 1 1 2 2 | 3 4 4
     """
 
-    length: np.ndarray  # [B], segments of each row that end in the step
-    last_byte: np.ndarray  # [N]
-    sum_of_byte: np.ndarray  # [M], the row of the sums to which a byte belongs
-    sum_of_row: np.ndarray  # [B], the row of the sums that continues a row's open segment
-    bytes: np.ndarray  # [N + B], bytes of each segment
-    output_of_byte: np.ndarray  # [M], the row of the outputs that a byte gets
-    output_of_row: np.ndarray  # [B], the same for a row's last byte
+    ended: np.ndarray  # [B], segments that end in each row
+    first: np.ndarray  # [B]
+    last: np.ndarray  # [B]
+    segment: np.ndarray  # [M], to which each byte belongs
+    output: np.ndarray  # [M], which each byte gets
+    bytes: np.ndarray  # [B + N], of each segment
     offset: np.ndarray  # [M], bytes since the last boundary
 
     @classmethod
     def build(cls, ends_BT: np.ndarray, open_bytes_B: np.ndarray) -> "StepSegments":
-        """ends: bool. open_bytes: each row's bytes of earlier steps since its last boundary."""
-        rows, length = ends_BT.shape
-        row_B = np.arange(rows)
+        """ends: bool. open_bytes: bytes of each row's open segment before the step."""
         ended_BT = ends_BT.cumsum(1)  # at or before each byte
-        length_B = ended_BT[:, -1]
-        first_B = length_B.cumsum() - length_B
-        segments = int(length_B.sum())
-
-        segment_BT = ended_BT - ends_BT  # a byte's segment, counted in its row
-        is_open_BT = segment_BT == length_B[:, None]
-        open_row_B1 = segments + row_B[:, None]
-        sum_of_byte = np.where(is_open_BT, open_row_B1, first_B[:, None] + segment_BT).ravel()
-        sum_of_row = np.where(length_B > 0, first_B, segments + row_B)
-        n_bytes = np.bincount(sum_of_byte, minlength=segments + rows)
-        n_bytes[sum_of_row] += open_bytes_B
-
-        last_output_B1 = (rows + first_B - 1)[:, None]
-        output_BT = np.where(ended_BT > 0, last_output_B1 + ended_BT, row_B[:, None])
-        byte_T = np.arange(length)
+        ended_B = ended_BT[:, -1]
+        last_B = (ended_B + 1).cumsum() - 1
+        first_B = last_B - ended_B
+        output_M = (first_B[:, None] + ended_BT).ravel()
+        segment_M = output_M - ends_BT.ravel()
+        n_bytes = np.bincount(segment_M, minlength=last_B[-1] + 1)
+        n_bytes[first_B] += open_bytes_B
+        byte_T = np.arange(ends_BT.shape[1])
         boundary_BT = np.where(ends_BT, byte_T, -1 - open_bytes_B[:, None])
         offset_BT = byte_T - np.maximum.accumulate(boundary_BT, axis=1)
-        return cls(
-            length_B,
-            ends_BT.ravel().nonzero()[0],
-            sum_of_byte,
-            sum_of_row,
-            n_bytes,
-            output_BT.ravel(),
-            output_BT[:, -1],
-            offset_BT.ravel(),
-        )
+        return cls(ended_B, first_B, last_B, segment_M, output_M, n_bytes, offset_BT.ravel())
 
 
 @contextmanager

@@ -126,10 +126,10 @@ def weight_of(linear: nn.Linear, dtype: torch.dtype) -> Tensor:
         # wrapped, as by peft: get the weight from the product with a unit matrix
         unit = torch.eye(linear.in_features, dtype=dtype, device=linear.weight.device)
         return linear(unit).to(dtype).mT
-    for weight in (linear.cast, linear.weight):
-        if weight is not None and weight.dtype == dtype:
-            return weight
-    return linear.weight.to(dtype)
+    weight: Any = linear.cast
+    if weight is None or weight.dtype != dtype:
+        weight = linear.weight
+    return weight if weight.dtype == dtype else weight.to(dtype)
 
 
 def wide(x: Tensor) -> Tensor:

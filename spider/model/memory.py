@@ -20,7 +20,7 @@ Shapes, as suffixes of names:
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -66,7 +66,7 @@ class HashedContexts(nn.Module):
         """Copy the constants to the host, for decoding. Waits for the device."""
         self.on_host = {name: np.array(t.tolist()) for name, t in self.named_buffers()}
 
-    def constant(self, name: str, past: PastBytes[Integers]) -> Integers:
+    def constant(self, name: str, past: PastBytes) -> Integers:
         """Return a buffer: on the device, or on the host if past is there."""
         if past.library is torch:
             return self.get_buffer(name)
@@ -74,7 +74,7 @@ class HashedContexts(nn.Module):
             self.read_to_host()
         return self.on_host[name]
 
-    def keys(self, past: PastBytes[Integers]) -> Integers:
+    def keys(self, past: PastBytes) -> Integers:
         """Return the keys of past's M bytes, int64 [X, M]."""
         return past.keys(self.contexts, self.constant("multiplier", past))
 
@@ -210,11 +210,11 @@ class _Lookup(torch.autograd.Function):
 
 
 class Matches(NamedTuple):
-    """The matches of M bytes' contexts, see MatchMemory; int64, tensors or NumPy arrays."""
+    """The matches of M bytes' contexts, see MatchMemory."""
 
-    row: Any  # [M, X]
-    next_ids: Any  # [M, X, occurrences], the id after each, newest first; -1: none
-    age: Any  # [M, X], bytes since the newest occurrence; 0: none
+    row: Integers  # [M, X]
+    next_ids: Integers  # [M, X, occurrences], the id after each, newest first; -1: none
+    age: Integers  # [M, X], bytes since the newest occurrence; 0: none
 
 
 class PackedBytes(NamedTuple):
@@ -499,6 +499,7 @@ class SegmentEngram(nn.Module):
         self, scale_N1: Tensor, retrieved: RetrievedMemory, active: ActiveTokens
     ) -> Tensor:
         """Convolve norm(u) over all segments of the pass; return the active segments, [n, D]."""
+        assert retrieved.tap_segment is not None and retrieved.tap_value is not None
         tap_scale = scale_N1.flatten().index_select(0, retrieved.tap_segment)
         tap_scale = tap_scale.view(len(scale_N1), -1, 1)  # [N, taps, 1]
         # not bmm, which would not fuse with the operations that follow

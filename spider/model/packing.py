@@ -86,7 +86,7 @@ class StepTokens(NamedTuple):
     length: np.ndarray  # [B], the step's tokens of each document
     before: np.ndarray  # [B], tokens of each document in earlier steps
     document: np.ndarray  # [M]
-    index: np.ndarray  # [M], in the document's tokens of the step
+    index_in_step: np.ndarray  # [M], each token's index in its document's tokens of the step
 
     @classmethod
     def build(cls, length: np.ndarray, before: np.ndarray) -> "StepTokens":
@@ -97,7 +97,7 @@ class StepTokens(NamedTuple):
     @property
     def position(self) -> np.ndarray:
         """Return the tokens' positions in their documents, [M]."""
-        return self.before[self.document] + self.index
+        return self.before[self.document] + self.index_in_step
 
     @property
     def max_seqlen(self) -> int:
@@ -200,9 +200,7 @@ class Packing:
         )
 
 
-def rotate(
-    position_M: Tensor, config: SpiderConfig, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
+def rotate(position_M: Tensor, config: SpiderConfig, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Return Packing's cos and sin of positions."""
     frequency, signed_frequency = rotary_frequencies(
         config.qk_rope_head_dim, config.rope_theta, position_M.device

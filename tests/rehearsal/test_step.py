@@ -21,6 +21,7 @@ from rehearsal import gpu
 from rehearsal.refusals import REFUSALS, UNCHECKED, Watch, of
 from spider.model.decode import draw
 from spider.training.plan import Plan
+from spider.vocabulary import EOS_ID
 
 pytestmark = pytest.mark.rehearsal
 # sequences x bytes
@@ -162,9 +163,10 @@ def test_gpu_kernels_accept_all_operations_of_spider(
         ids = torch.empty(3, 64, dtype=torch.int64, device=gpu.DEVICE)
         watch.number = 4
         train.evaluate(spider, {"": (ids, ids)}, 3, 2, gpu.WORLD)
-        watch.truth = True  # logits are finite, and all samples end after one byte
+        watch.number = EOS_ID  # all samples end after one byte
         train.log_sample(spider, 1, plan.flags, {"": (ids, ids)})
-        assert watch.count["multinomial"] == 1
+        assert watch.count["exponential"] == 1
+        watch.number = 65  # each byte that is read
         spider.eval()
         with torch.no_grad(), spider.cast_weights_once():
             for n in (1, 3):
