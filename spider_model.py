@@ -1265,8 +1265,8 @@ class Spider(nn.Module):
         last_B = to_device(segments.last, device)
 
         sums = x_MD.new_zeros(len(segments.bytes), x_MD.shape[1], dtype=self.wide_dtype)
-        sums.index_copy_(0, first_B, state.open_segment)
         sums.index_add_(0, to_device(segments.segment, device), x_MD.to(sums.dtype))
+        sums.index_add_(0, first_B, state.open_segment)
         state.open_segment = sums.index_select(0, last_B)
         state.open_bytes = segments.bytes[segments.last]
 

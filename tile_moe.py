@@ -621,9 +621,9 @@ def _one_token(
     """Compute the experts of a single token with copies of their weights, [1, D]."""
     w_gate_up_KDG = w_gate_up_EDG.index_select(0, topk_idx_K)
     gate_K1F, up_K1F = torch.matmul(x_1D, w_gate_up_KDG).chunk(2, dim=-1)
-    weight_K11 = topk_weights_K.to(x_1D.dtype)[:, None, None]
-    hidden_K1F = F.silu(gate_K1F) * up_K1F * weight_K11
-    return torch.bmm(hidden_K1F, w_down_EFD.index_select(0, topk_idx_K)).sum(0)
+    hidden_K1F = F.silu(gate_K1F) * up_K1F
+    out_K1D = torch.bmm(hidden_K1F, w_down_EFD.index_select(0, topk_idx_K))
+    return (out_K1D * topk_weights_K.to(x_1D.dtype)[:, None, None]).sum(0)
 
 
 # --------------------------------------------------------------------------------------------------
