@@ -239,48 +239,45 @@ def attend_varlen(q_MHQ: Tensor, k_MHQ: Tensor, v_MHQ: Tensor, packing: Packing)
     return out.flatten(1)
 
 
-def attend_padded(qkv: Tensor, packing: Packing) -> Tensor:
+def attend_padded(qkv: list[Tensor], packing: Packing) -> Tensor:
     """Attend causally inside each document without that kernel, in padded batches of documents.
 
-    qkv: [M, H, 3, Q], queries, keys and values. Returns [M, H * Q]."""
+    qkv: queries, keys and values, each [M, H, Q]. Returns [M, H * Q]."""
     assert packing.buckets is not None
     sizes = [bucket.documents * bucket.length for bucket in packing.buckets]
     if packing.padded_index is not None:
-        padding = qkv.new_zeros(sum(sizes), *qkv.shape[1:])
-        qkv = padding.index_copy_(0, packing.padded_index, qkv)
-    batches = qkv.split(sizes) if len(sizes) > 1 else (qkv,)
+        padding = qkv[0].new_zeros(sum(sizes), *qkv[0].shape[1:])
+        qkv = [padding.index_copy(0, packing.padded_index, x) for x in qkv]
     outs = []
-    for batch, bucket in zip(batches, packing.buckets, strict=True):
-        out = _attend_batch(batch.unflatten(0, bucket), packing.window)
+    batches = (x.split(sizes) for x in qkv)
+    for *batch, bucket in zip(*batches, packing.buckets, strict=True):
+        out = _attend_batch([x.unflatten(0, bucket) for x in batch], packing.window)
         outs.append(out.flatten(0, 1))
     out = _concatenate(outs, dim=0)
     return out if packing.padded_index is None else out.index_select(0, packing.padded_index)
 
 
-def _attend_batch(qkv: Tensor, window: int) -> Tensor:
-    """Attend in a padded batch of documents: qkv [B, T, H, 3, Q] -> [B, T, H * Q].
+def _attend_batch(qkv: list[Tensor], window: int) -> Tensor:
+    """Attend in a padded batch of documents: queries, keys and values, each [B, T, H, Q] ->
+    [B, T, H * Q].
 
     Padding comes after the last token, so the causal mask hides it. A window cuts documents into
     blocks of its size, and each block attends to itself and to the previous block."""
-    documents, length = qkv.shape[:2]
+    q, k, v = qkv
+    documents, length = q.shape[:2]
     if window == 0 or window >= length:
-        q, k, v = qkv.unbind(3)
         return _attend_block(q, k, v, length)
-    padding = (0, 0, 0, 0, 0, 0, 0, -length % window)  # F.pad starts at the last dimension
-    padded = F.pad(qkv, padding)
-    blocks = padded.unflatten(1, (-1, window))  # [B, blocks, window, H, 3, Q]
+    padding = -length % window
+    if padding:  # F.pad copies even if there is nothing to pad
+        qkv = [F.pad(x, (0, 0, 0, 0, 0, padding)) for x in qkv]
+    q, k, v = (x.unflatten(1, (-1, window)) for x in qkv)  # [B, blocks, window, H, Q]
+    first = _attend_block(q[:, 0], k[:, 0], v[:, 0], window)
 
-    q, k, v = blocks[:, 0].unbind(3)
-    first = _attend_block(q, k, v, window)
-
-    # Each later block, together with the previous one: [B * (blocks - 1), 2 * window, H, 3, Q].
-    pairs = torch.cat((blocks[:, :-1], blocks[:, 1:]), dim=2)
-    q, k, v = pairs.flatten(0, 1).unbind(3)
-    later = _attend_block(q[:, window:], k, v, window)
-    later = later.unflatten(0, (documents, -1))  # [B, blocks - 1, window, H * Q]
-
-    out = torch.cat((first, later.flatten(1, 2)), dim=1)
-    return out[:, :length]
+    # Each later block also reads the keys of the previous one: [B * (blocks - 1), 2 * window, H, Q]
+    k, v = (torch.cat((x[:, :-1], x[:, 1:]), dim=2).flatten(0, 1) for x in (k, v))
+    later = _attend_block(q[:, 1:].flatten(0, 1), k, v, window)
+    later = later.reshape(documents, -1, later.shape[2])  # [B, T - window, H * Q]
+    return torch.cat((first, later), dim=1)[:, :length]
 
 
 def _attend_block(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
@@ -389,17 +386,16 @@ class MLA(nn.Module):
     ) -> Tensor:
         """Expand latents to keys and values per head, and attend inside documents: [M, H * Q]."""
         c = self.config
-        tokens, heads, _ = q_MHQ.shape
-        kv = self.kv_b_proj(c_kv_MC).view(tokens, heads, -1)  # [M, H, nope + Q]
+        heads = c.n_heads
+        kv = self.kv_b_proj(c_kv_MC).unflatten(1, (heads, -1))  # [M, H, nope + Q]
         k_nope, v_MHQ = kv.split_with_sizes((c.qk_nope_head_dim, c.v_head_dim), dim=-1)
         k_rope_MHR = k_rope_MR[:, None].expand(-1, heads, -1)  # shared by the heads
-        if packing.buckets is None:
-            if c.qk_nope_head_dim % 8 != 0:
-                v_MHQ = v_MHQ.contiguous()  # the kernel needs addresses in multiples of 16 bytes
-            k_MHQ = torch.cat((k_nope, k_rope_MHR), dim=-1)
-            return attend_varlen(q_MHQ, k_MHQ, v_MHQ, packing)
-        qkv = torch.cat((q_MHQ, k_nope, k_rope_MHR, v_MHQ), dim=-1)
-        return attend_padded(qkv.view(tokens, heads, 3, -1), packing)
+        k_MHQ = torch.cat((k_nope, k_rope_MHR), dim=-1)
+        if packing.buckets is not None:
+            return attend_padded([q_MHQ, k_MHQ, v_MHQ], packing)
+        if c.qk_nope_head_dim % 8 != 0:
+            v_MHQ = v_MHQ.contiguous()  # the kernel needs addresses in multiples of 16 bytes
+        return attend_varlen(q_MHQ, k_MHQ, v_MHQ, packing)
 
     def _attend_to_cache(
         self, q_MHQ: Tensor, c_kv_MC: Tensor, k_rope_MR: Tensor, cache: LatentCache

@@ -42,7 +42,7 @@ def test_packed_documents_attend_as_if_alone_forward_and_backward(lengths, windo
     qkv = torch.randn(tokens, 2, 3, 8, generator=generator).to(dtype).requires_grad_()
     upstream = torch.randn(tokens, 16, generator=generator).to(dtype)
 
-    out = attend_padded(qkv, packing)
+    out = attend_padded([*qkv.unbind(2)], packing)
     (grad,) = torch.autograd.grad(out, qkv, upstream)
 
     exact_qkv = qkv.detach().double().requires_grad_()
