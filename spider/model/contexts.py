@@ -63,6 +63,13 @@ def running_max(x: Integers) -> Integers:
     return x.cummax(0).values if isinstance(x, Tensor) else np.maximum.accumulate(x)
 
 
+def take(x_XL: Integers, index_XM: Integers) -> Integers:
+    """Take elements of each row of x, [X, M]."""
+    if isinstance(x_XL, Tensor):
+        return x_XL.gather(1, index_XM)
+    return np.take_along_axis(x_XL, index_XM, 1)
+
+
 def word_ends(ids_L: Integers, position_L: Integers) -> Integers:
     """Mark bytes that end a word: bytes that are not word bytes, but follow one. bool [L].
 

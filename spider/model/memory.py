@@ -30,7 +30,7 @@ from torch.utils.checkpoint import checkpoint
 
 from spider.config import MAX_CONTEXT_BYTES, SpiderConfig, primes_below
 from spider.model.attention import Cache
-from spider.model.contexts import Integers, PastBytes, library_of, to_device
+from spider.model.contexts import Integers, PastBytes, library_of, take, to_device
 from spider.model.layers import Linear, inverse_rms, rms_norm, wide
 from spider.model.packing import (
     ActiveTokens,
@@ -335,20 +335,21 @@ class MatchMemory(HashedContexts):
         in each slot; 0: none. here: the slots to match. Slots are those of a text, or in decoding
         of all documents, one document after another."""
         library = library_of(ids_S)
-        context_X1 = library.arange(len(back_XS), device=ids_S.device)[:, None]
-        slot_XM = here_M
+        ids_XS = library.broadcast_to(ids_S, back_XS.shape)
+        slot_XM = library.broadcast_to(here_M, (len(back_XS), len(here_M)))
+        age_XM = take(back_XS, slot_XM)
+        back_XM = age_XM
         next_ids = []
         for _ in range(self.occurrences):
-            back_XM = back_XS[context_X1, slot_XM]
             slot_XM = slot_XM - back_XM
             after_XM = library.where(back_XM > 0, slot_XM + 1, 0)
-            next_ids.append(library.where(back_XM > 0, ids_S[after_XM], -1))
+            next_ids.append(library.where(back_XM > 0, take(ids_XS, after_XM), -1))
+            back_XM = take(back_XS, slot_XM)
         newest_id, older_id = next_ids[:2]
         agreement = library.where(newest_id == older_id, 256, 512)
         row_XM = newest_id + library.where(older_id < 0, 0, agreement)
         is_byte = (newest_id >= 0) & (newest_id <= 255)
         row_XM = library.where(is_byte, row_XM, self.NOTHING)
-        age_XM = back_XS[context_X1, here_M]
         return Matches(row_XM.T, library.stack(next_ids, -1).swapaxes(0, 1), age_XM.T)
 
 
