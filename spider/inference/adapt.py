@@ -1,6 +1,6 @@
 """Score texts with a model that stays the same, or that learns from them.
 
-    score_windows       score a text in overlapping windows
+    score_windows       score a text in windows
     DynamicEvaluation   score a text while the model learns from it (--adapt)
     count_characters    count the characters of a text, for bits per character
 
@@ -74,7 +74,7 @@ def window_batches(
     stream: Stream, seq_len: int, batch: int, special: bool
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Cut a stream into windows, see score_windows. Yield batches of (ids, labels), int64
-    [n, seq_len]. Every byte after the first id is a label once."""
+    [n, seq_len]. Every id after the first is a label once, if it counts."""
     spans = cut_windows(len(stream), seq_len, overlap=not special)
     while rows := list(islice(spans, batch)):
         yield read_rows(stream, rows, seq_len, special)
@@ -90,8 +90,8 @@ def score_windows(
 ) -> Totals:
     """Score a stream in windows of at most seq_len ids, `batch` at a time.
 
-    special: as training evaluates; also count ids above 255, in windows that do not overlap. Else
-    windows overlap by half."""
+    special: score as training evaluates: windows do not overlap, and labels above 255 count too.
+    Else windows overlap by half, and only bytes count."""
     seq_len = min(seq_len, max(2, len(stream) - 1))
     n_ids = seq_len * sum(1 for _ in cut_windows(len(stream), seq_len, overlap=not special))
     return score_model(
