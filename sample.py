@@ -52,8 +52,8 @@ from typing import Any
 
 import torch
 
-from data import Source, map_shard, open_source, validation_sets
-from spider.config import RANGES, SEQ_LEN
+from data import Source, map_shard, open_source
+from spider.config import RANGES, SEQ_LEN, SpiderConfig
 from spider.data.inputs import uncompressed_name, with_filename
 from spider.data.prepare import FORMATS, Documents, Input, ShardWriter
 from spider.data.stream import Stream
@@ -70,8 +70,7 @@ from spider.machine import (
     resolve_precision,
     start_log,
 )
-from spider.training.distributed import World
-from spider.training.scoring import EVAL_BYTES, Totals, score_model
+from spider.training.scoring import EVAL_BYTES, Totals
 from spider_model import Spider
 
 # --------------------------------------------------------------------------------------------------
@@ -191,11 +190,16 @@ def add_eval_flags(parser: Parser):
     add = parser.add_argument_group("with --eval").add_argument
     add("--json", type=path_name, metavar="OUT", help="also write the results to a file")
     add("--field", default="text", help="JSON field with the text")
-    add("--seq_len", type=integer(*SEQ_LEN), help="bytes per window (default: as trained)")
+    add(
+        "--seq_len",
+        type=integer(*SEQ_LEN),
+        help="bytes per window (default: as trained; for files at least 32,768 if attention of "
+        "bytes has a window, as in tiny and small)",
+    )
     add(
         "--batch",
         type=integer(1),
-        help="sequences per batch (default: 8,192 bytes); does not change the results",
+        help="windows per batch (default: at least 8,192 bytes); does not change the results",
     )
     add(
         "--precision",
@@ -287,6 +291,17 @@ def loops_of(args: argparse.Namespace, saved: dict) -> list[int]:
 # Evaluation
 
 Text = Stream | Source  # a file, or a prepared directory
+LONG_WINDOW = 32_768  # bytes; measured in docs/results/learning.md, "Evaluation windows"
+
+
+def window_length(text: Text, trained: int, config: SpiderConfig) -> int:
+    """Return the default bytes of a window, for a model trained on sequences of `trained` bytes.
+
+    A directory is evaluated as in training. In a file, longer windows find more matches; they take
+    no more time if byte attention has a window."""
+    if isinstance(text, Stream) and config.byte_window:
+        return max(LONG_WINDOW, trained)
+    return trained
 
 
 def open_text(name: str, field: str) -> Text:
@@ -328,13 +343,15 @@ def evaluations(
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     for name in names:
         path, saved = read_checkpoint(name, model_class)
-        seq_len = args.seq_len or saved.get("flags", {}).get("seq_len", 2048)  # bytes of a window
+        trained_seq_len = saved.get("flags", {}).get("seq_len", 2048)
         model = None
         for file, n_loops in product(texts, loops_of(args, saved)):
             if model is None or args.adapt:  # --adapt has changed the weights
                 model = None  # free it before the next model is built
                 model = model_of(saved, device, dtype, model_class)
-            score, characters = score_text(args, model, saved, texts[file], seq_len, n_loops)
+            text = texts[file]
+            seq_len = args.seq_len or window_length(text, trained_seq_len, model.config)
+            score, characters = score_text(args, model, saved, text, seq_len, n_loops)
             if not score.targets:
                 raise DataError(f"{file}: no byte to predict")
             if not math.isfinite(score.loss):
@@ -366,12 +383,8 @@ def score_text(
     special = isinstance(text, Source)
     if args.adapt:
         totals = DynamicEvaluation(model, saved, n_loops).score(stream, special)
-    elif isinstance(text, Stream):
-        totals = score_windows(model, text, seq_len, batch, n_loops)
     else:
-        ((ids, labels),) = validation_sets([text], seq_len, eval_tokens).values()
-        batches = zip(ids.split(batch), labels.split(batch), strict=True)
-        totals = score_model(model, batches, n_loops, World({}, model.embed_tokens.device))
+        totals = score_windows(model, stream, seq_len, batch, n_loops, special)
     return totals, count_characters(stream, special)
 
 

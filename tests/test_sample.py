@@ -18,8 +18,9 @@ import pytest
 import torch
 
 import sample
-from conftest import ROOT, final_state, metrics, refused
-from preparing import write_shard
+from conftest import ROOT, SMALL, final_state, make_shards, metrics, refused, run
+from preparing import stream, write_shard
+from spider.config import SpiderConfig
 from spider.inference import adapt, load, sampling
 from spider.inference.load import decoder_of, read_checkpoint
 from spider_model import Spider
@@ -288,6 +289,38 @@ def test_evaluating_a_prepared_directory_gives_the_val_bpb_of_training(trained, 
             seq_len=32,
             adapt=False,
         )
+
+
+def test_files_are_read_in_longer_windows_if_attention_of_bytes_has_a_window(tmp_path, figures):
+    """They give the bits of one pass over a text that is longer than the sequences of training."""
+    data = make_shards(tmp_path / "data")
+    text = b"abcdef gh" * 5
+    file = tmp_path / "a.txt"
+    file.write_bytes(text)
+    for byte_window, lengths in ((0, (32, 32)), (5, (32_768, 32))):
+        sizes = f"--set {SMALL},byte_window={byte_window}"
+        directory = run(tmp_path, data, sizes, steps=1, ckpt=f"window{byte_window}")
+        found = figures(directory, "--eval", file, data, "--precision", "fp32")
+        assert tuple(entry["seq_len"] for entry in found) == lengths
+        (given,) = figures(directory, "--eval", file, "--seq_len", "33")
+        assert given["seq_len"] == 33
+    model = decoder_of(read_checkpoint(str(directory), Spider)[1], CPU, Spider)
+    ids = torch.tensor([[BOS_ID, *text]])
+    with torch.no_grad():
+        nats = float(model(ids[:, :-1], ids[:, 1:], n_loops=2).nats_per_byte)
+    assert found[0]["bits_per_byte"] == pytest.approx(nats / math.log(2), rel=1e-5)
+    assert found[0]["bits_per_byte"] != pytest.approx(given["bits_per_byte"], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    "byte_window, trained, expected",
+    [(0, 2048, 2048), (0, 65_536, 65_536), (64, 4096, 1 << 15), (64, 65_536, 65_536)],
+)
+def test_default_window_of_a_file_is_at_least_32768_or_the_length_in_training(
+    byte_window, trained, expected
+):
+    config = SpiderConfig(byte_window=byte_window)
+    assert sample.window_length(stream([]), trained, config) == expected
 
 
 def test_files_are_scored_by_their_bytes_with_a_bos_per_document(trained, tmp_path, figures):

@@ -1,6 +1,6 @@
 """Score texts with a model that stays the same, or that learns from them.
 
-    score_windows       score a text in overlapping windows
+    score_windows       score a text in windows
     DynamicEvaluation   score a text while the model learns from it (--adapt)
     count_characters    count the characters of a text, for bits per character
 
@@ -51,9 +51,9 @@ def cut_spans(length: int, first: int, counted: int, context: int) -> Iterator[S
         stop += counted
 
 
-def half_overlapping_spans(length: int, seq_len: int) -> Iterator[Span]:
-    """Cut a text of `length` ids into windows of at most seq_len ids that overlap by half."""
-    stride = max(1, seq_len // 2)
+def cut_windows(length: int, seq_len: int, overlap: bool) -> Iterator[Span]:
+    """Cut a text of `length` ids into windows of at most seq_len ids, which may overlap by half."""
+    stride = seq_len // 2 if overlap else seq_len
     return cut_spans(length, seq_len, stride, seq_len - stride)
 
 
@@ -70,12 +70,14 @@ def read_rows(
     return ids, labels
 
 
-def window_batches(stream: Stream, seq_len: int, batch: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Cut a stream into windows that overlap by half. Yield batches of (ids, labels), int64
-    [n, seq_len]. Every byte after the first id is a label once."""
-    spans = half_overlapping_spans(len(stream), seq_len)
+def window_batches(
+    stream: Stream, seq_len: int, batch: int, special: bool
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Cut a stream into windows, see score_windows. Yield batches of (ids, labels), int64
+    [n, seq_len]. Every id after the first is a label once, if it counts."""
+    spans = cut_windows(len(stream), seq_len, overlap=not special)
     while rows := list(islice(spans, batch)):
-        yield read_rows(stream, rows, seq_len, special=False)
+        yield read_rows(stream, rows, seq_len, special)
 
 
 def progress_bar(title: str, n_ids: int) -> ProgressBar | None:
@@ -83,13 +85,18 @@ def progress_bar(title: str, n_ids: int) -> ProgressBar | None:
     return ProgressBar(title, n_ids) if sys.stderr.isatty() else None
 
 
-def score_windows(model: Spider, stream: Stream, seq_len: int, batch: int, n_loops: int) -> Totals:
-    """Score the bytes of a stream in windows of at most seq_len bytes, `batch` at a time."""
+def score_windows(
+    model: Spider, stream: Stream, seq_len: int, batch: int, n_loops: int, special: bool
+) -> Totals:
+    """Score a stream in windows of at most seq_len ids, `batch` at a time.
+
+    special: score as training evaluates: windows do not overlap, and labels above 255 count too.
+    Else windows overlap by half, and only bytes count."""
     seq_len = min(seq_len, max(2, len(stream) - 1))
-    n_ids = seq_len * sum(1 for _ in half_overlapping_spans(len(stream), seq_len))
+    n_ids = seq_len * sum(1 for _ in cut_windows(len(stream), seq_len, overlap=not special))
     return score_model(
         model,
-        window_batches(stream, seq_len, batch),
+        window_batches(stream, seq_len, batch, special),
         n_loops,
         World({}, model.embed_tokens.device),
         progress_bar("evaluating", n_ids),

@@ -11,6 +11,7 @@ import torch
 
 import conftest
 from conftest import assert_same, lookups_of, metrics, run, weights_of
+from data import Source, validation_sets
 from preparing import stream
 from spider.errors import CheckpointError
 from spider.inference.adapt import (
@@ -151,8 +152,9 @@ def test_windows_score_each_byte_once_with_half_a_window_of_context(seq_len, len
     n_windows = 1 + max(0, math.ceil((length - seq_len) / (seq_len // 2)))
     for batch in (1, 3, 1000):
         scored = []
-        assert sum(len(ids) for ids, _ in window_batches(text, seq_len, batch)) == n_windows
-        for ids, labels in window_batches(text, seq_len, batch):
+        batches = [*window_batches(text, seq_len, batch, special=False)]
+        assert sum(len(ids) for ids, _ in batches) == n_windows
+        for ids, labels in batches:
             assert len(ids) <= batch
             assert ids.shape == labels.shape == (len(ids), seq_len)
             for row, column in (labels != -100).nonzero().tolist():
@@ -161,6 +163,16 @@ def test_windows_score_each_byte_once_with_half_a_window_of_context(seq_len, len
                 assert column >= min(byte, seq_len // 2)
                 scored.append(byte)
         assert sorted(scored) == list(range(length))
+
+
+@pytest.mark.parametrize("seq_len", (2, 7, 16, 64))
+def test_windows_of_a_prepared_directory_are_the_rows_that_training_evaluates(seq_len):
+    ids = [BOS_ID, *range(50), EOS_ID, BOS_ID, *range(30), EOS_ID, PAD_ID]
+    source = Source("a", 1.0, stream([]), stream(ids))
+    (rows,) = validation_sets([source], seq_len, eval_tokens=70).values()
+    batches = [*window_batches(source.val.slice(0, 71), seq_len, batch=3, special=True)]
+    assert all(len(ids) <= 3 for ids, _ in batches)
+    assert_same([torch.cat(tensors) for tensors in zip(*batches, strict=True)], list(rows))
 
 
 # --------------------------------------------------------------------------------------------------
