@@ -22,6 +22,8 @@ PARENT_PID = os.getppid()  # read now: the parent may die while torch is being i
 # How long an idle thread spins before it gives up its core: for libgomp in rounds of a loop, by
 # default 300,000; for libomp (macOS) in milliseconds, by default 200
 SPIN_LIMITS = {"GOMP_SPINCOUNT": "1000", "KMP_BLOCKTIME": "1"}
+ON_IDLE_MACHINE = {"GOMP_SPINCOUNT": "10000"}  # instead, if fewer than IDLE_LOAD cores are busy
+IDLE_LOAD = 0.5
 
 
 def start_script(prog: str):
@@ -63,8 +65,9 @@ def set_threads(environ: MutableMapping[str, str] = os.environ, root: Path = Pat
     Call it before torch is imported: OpenMP reads them once, when torch is loaded. A later call
     warns, and affects only processes started from this one. Two things change:
 
-    - Idle threads soon give up their cores. By default they spin for milliseconds, so that next to
-      other programs a step may take many times as long (docs/results/performance.md#threads).
+    - Idle threads soon give up their cores, a little later on an idle machine. By default they
+      spin for milliseconds, so that next to other programs a step may take many times as long
+      (docs/results/performance.md#threads).
     - In a container with a CPU quota, torch starts as many threads as the quota has cores. By
       default it starts one for each core of the host."""
     is_late = "torch" in sys.modules and sys.modules["torch"].get_num_threads() > 1
@@ -75,7 +78,11 @@ def set_threads(environ: MutableMapping[str, str] = os.environ, root: Path = Pat
             "notebook, restart the kernel",
             stacklevel=2,
         )
-    variables = {} if environ.get("OMP_WAIT_POLICY") else dict(SPIN_LIMITS)
+    variables: dict[str, str] = {}
+    if not environ.get("OMP_WAIT_POLICY"):
+        variables |= SPIN_LIMITS
+        if load_average(root) < IDLE_LOAD:
+            variables |= ON_IDLE_MACHINE
     quota = cpu_quota(root)
     # Only if needed, since child processes, such as torchrun, inherit it
     if quota < math.inf and quota < len(os.sched_getaffinity(0)):
@@ -87,6 +94,11 @@ def set_threads(environ: MutableMapping[str, str] = os.environ, root: Path = Pat
 def idle_threads_spin(environ: Mapping[str, str]) -> bool:
     """Return whether torch's idle threads spin, because no variable limits it."""
     return not (environ.get("GOMP_SPINCOUNT") or environ.get("OMP_WAIT_POLICY"))
+
+
+def load_average(root: Path) -> float:
+    """Return how many cores were busy in the last minute; infinity outside Linux."""
+    return float(read_file(root / "proc/loadavg").partition(" ")[0] or math.inf)
 
 
 # --------------------------------------------------------------------------------------------------
