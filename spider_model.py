@@ -107,14 +107,7 @@ from spider.model.packing import (
     padding_multiple,
     round_up,
 )
-from spider.model.segments import (
-    boundary_before_last,
-    last_boundary,
-    pool_segments,
-    segment_ends,
-    segment_offsets,
-    unpool_segments,
-)
+from spider.model.segments import pool_segments, segment_ends, unpool_segments
 from spider.vocabulary import BOS_ID, EOS_ID, PAD_ID
 from tile_moe import MoE, Routing, balance
 
@@ -1017,15 +1010,20 @@ class Spider(nn.Module):
         result = self.core(F.pad(z_ND, (0, 0, 0, padding)), core_inputs)
         output = result.output[:segments]
 
+        unpool = partial(
+            unpool_segments,
+            b=b_M,
+            cu_seqlens=packing.cu_seqlens,
+            segment_cu_seqlens=segment_cu_seqlens,
+            offsets=self.config.segment_offsets,
+        )
         null = self.null_output()
-        unpooled_MD = self.unpool(output, null, b_M, packing, segment_cu_seqlens)
+        unpooled_MD = unpool(output, null)
         predictor_terms = None
         predictor = self.boundary_predictor
         if self.training and isinstance(predictor, SurprisePredictor):
             assert predicted is not None
-            earlier_MD = self.unpool(
-                output.detach(), null.detach(), b_M, packing, segment_cu_seqlens, back=1
-            )
+            earlier_MD = unpool(output.detach(), null.detach(), back=1)
             unpooled_MD, predictor_terms = predictor.observe(
                 predicted, packed.ids_M, b_M, packing.position, unpooled_MD, earlier_MD
             )
@@ -1148,27 +1146,6 @@ class Spider(nn.Module):
         if self.core is None:
             return self.embed_tokens.new_zeros(self.config.hidden_size)
         return self.null_segment.repeat(self.config.segment_offsets)
-
-    def unpool(
-        self,
-        z: Tensor,
-        null: Tensor,
-        b_M: Tensor,
-        packing: Packing,
-        segment_cu_seqlens: Tensor,
-        back: int = 0,
-    ) -> Tensor:
-        """Unpool the core's output to bytes: z [N, O * D], null [O * D], b [M] -> [M, D]. back: 0
-        to give each byte the last segment that has ended, 1 for the segment before."""
-        offsets = self.config.segment_offsets
-        offset_M = None
-        if offsets > 1:
-            z = z.unflatten(-1, (offsets, -1))
-            null = null.unflatten(-1, (offsets, -1))
-            start_M = packing.cu_seqlens.index_select(0, packing.document)
-            boundary_M = boundary_before_last(b_M) if back else last_boundary(b_M)
-            offset_M = segment_offsets(boundary_M, start_M, offsets)
-        return unpool_segments(z, null, b_M, packing.cu_seqlens, segment_cu_seqlens, offset_M, back)
 
     # ----------------------------------------------------------------------------------------------
     # Decoding. The state and sampling are in spider/model/decode.py.
