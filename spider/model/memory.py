@@ -484,32 +484,22 @@ class SegmentEngram(nn.Module):
         # u = gate * value, so norm(u) = value * gate / sqrt(mean of u^2 + eps)
         scale = (gate * torch.rsqrt(gate * gate * mean_square + self.eps)).to(h.dtype)
         if cache is None:
+            assert retrieved.tap_segment is not None and retrieved.tap_value is not None
             conv_input = active.merge(before, scale)
-            convolved = self._convolve(conv_input, retrieved, active)
+            tap_scale = conv_input.flatten().index_select(0, retrieved.tap_segment)
+            tap_scale = tap_scale.view(len(conv_input), -1, 1)  # [N, taps, 1]
+            # not bmm, which would not fuse with the operations that follow
+            convolved = (active.select(tap_scale) * active.select(retrieved.tap_value)).sum(1)
         else:
             conv_input = active.merge(before, scale * value)
-            convolved = active.select(self._convolve_with_cache(conv_input, cache))
+            weight = self.conv_weight.to(h.dtype)[:, None]  # [taps, 1, D]
+            convolved = active.select((cache.put_and_look_back(conv_input) * weight).sum(0))
         return torch.addcmul(h, gate.to(h.dtype), value) + F.silu(convolved), conv_input
 
     def gate(self, h: Tensor, key: Tensor) -> Tensor:
         """Compute gates [n, 1] in (0, 1), at least fp32, from states and keys [n, D]."""
         similarity = _Similarity.apply(h, key)
         return torch.sigmoid(similarity.sign() * similarity.abs().clamp_min(1e-6).sqrt())
-
-    def _convolve(
-        self, scale_N1: Tensor, retrieved: RetrievedMemory, active: ActiveTokens
-    ) -> Tensor:
-        """Convolve norm(u) over all segments of the pass; return the active segments, [n, D]."""
-        assert retrieved.tap_segment is not None and retrieved.tap_value is not None
-        tap_scale = scale_N1.flatten().index_select(0, retrieved.tap_segment)
-        tap_scale = tap_scale.view(len(scale_N1), -1, 1)  # [N, taps, 1]
-        # not bmm, which would not fuse with the operations that follow
-        return (active.select(tap_scale) * active.select(retrieved.tap_value)).sum(1)
-
-    def _convolve_with_cache(self, norm_u_ND: Tensor, cache: ConvolutionCache) -> Tensor:
-        """Convolve norm(u) over the segments of this step and of earlier steps, [N, D]."""
-        weight = self.conv_weight.to(norm_u_ND.dtype)[:, None]  # [taps, 1, D]
-        return (cache.put_and_look_back(norm_u_ND) * weight).sum(0)
 
 
 class _Similarity(torch.autograd.Function):
