@@ -19,7 +19,7 @@ Shapes, as suffixes of names:
 
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from copy import copy
 from typing import ClassVar, NamedTuple
 
 import numpy as np
@@ -231,29 +231,27 @@ class PackedBytes(NamedTuple):
         return self.input_ids.reshape(-1)
 
 
-@dataclass
 class MatchHistory:
     """The bytes of each document so far, in decoding, on the host. The byte at position t is in
     slot t of its document."""
 
-    ids: np.ndarray  # int64 [B, S]
-    # int64 [X, B, S]: bytes since the previous occurrence of the context that ends in a slot; 0:
-    # there is none
-    back: np.ndarray
-    newest: list[list[dict[int, int]]]  # [B][X]: the slot of each key's newest occurrence
-
-    @classmethod
-    def empty(cls, contexts: int, documents: int) -> "MatchHistory":
-        newest: list[list[dict[int, int]]] = [
+    def __init__(self, contexts: int, documents: int):
+        self.ids = np.zeros((documents, 1), dtype=int)  # int64 [B, S]
+        # int64 [X, B, S]: bytes since the previous occurrence of the context that ends in a slot;
+        # 0: there is none
+        self.back = np.zeros((contexts, documents, 1), dtype=int)
+        # [B][X]: the slot of each key's newest occurrence
+        self.newest: list[list[dict[int, int]]] = [
             [{} for _ in range(contexts)] for _ in range(documents)
         ]
-        ids = np.zeros((documents, 1), dtype=np.int64)
-        return cls(ids, np.zeros((contexts, documents, 1), dtype=np.int64), newest)
 
     def copy(self, documents: list[int]) -> "MatchHistory":
         """Copy the given documents, which may repeat."""
-        newest = [[*map(dict, self.newest[document])] for document in documents]
-        return MatchHistory(self.ids[documents], self.back[:, documents], newest)
+        history = copy(self)
+        history.ids = self.ids[documents]
+        history.back = self.back[:, documents]
+        history.newest = [[*map(dict, self.newest[document])] for document in documents]
+        return history
 
     def forget(self, document: int):
         """Start a new document."""
