@@ -207,18 +207,14 @@ class PastBytes:
         index_WM = self.library.where(in_document, self.index - back_W1, 0)
         return self.library.where(in_document, self.ids[index_WM], PAD_ID)
 
-    def keys_of_last_bytes(self, multiplier: Integers) -> list[Integers]:
-        """Return for n from 1 to W the key of the last n bytes, int64 [M]: the XOR over k < n of
-        byte k * multiplier[k], where byte 0 is the newest."""
-        products = self.last_bytes[: len(multiplier)] * multiplier[:, None]
-        return [*accumulate(products, operator.xor)]
-
     def keys(self, contexts: tuple[str, ...], multiplier: Integers) -> Integers:
-        """Return the key of each context, int64 [X, M].
+        """Return the key of each context, int64 [X, M]. The key of the last n bytes is the XOR over
+        k < n of byte k * multiplier[k], where byte 0 is the newest.
 
         multiplier: int64, odd, one for each byte of the longest context."""
-        lengths = [int(name) for name in contexts if name.isdecimal()]
-        of_last_bytes = self.keys_of_last_bytes(multiplier[: max(lengths, default=0)])
+        longest = max((int(name) for name in contexts if name.isdecimal()), default=0)
+        products = self.last_bytes[:longest] * multiplier[:longest, None]
+        of_last_bytes = [*accumulate(products, operator.xor)]
         keys = [
             of_last_bytes[int(name) - 1] if name.isdecimal() else self.key(name)
             for name in contexts

@@ -114,11 +114,9 @@ class DecodingState:
 def split_pieces(ids_BT: np.ndarray) -> list[np.ndarray]:
     """Split bytes [B, T] into pieces of at most PIECE bytes per row. In a piece, each row is inside
     one document."""
-    length = ids_BT.shape[1]
-    starts_document = document_starts(ids_BT)[:, 1:].any(0)
-    new_documents = (starts_document.nonzero()[0] + 1).tolist()
-    piece_starts = sorted({*range(PIECE, length, PIECE), *new_documents})
-    return np.split(ids_BT, piece_starts, axis=1)
+    starts_piece = document_starts(ids_BT).any(0)
+    starts_piece[::PIECE] = True
+    return np.split(ids_BT, starts_piece.nonzero()[0], axis=1)[1:]  # without the empty first part
 
 
 class StepSegments:
