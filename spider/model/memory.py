@@ -321,9 +321,8 @@ class MatchMemory(HashedContexts):
         position_B: position of each document's first byte in the step."""
         documents, length = ids_BT.shape
         history.add(ids_BT, self.keys(past).reshape(-1, documents, length), position_B)
-        slots = history.ids.shape[1]
-        first_B = np.arange(documents) * slots + position_B
-        here_M = (first_B[:, None] + np.arange(length)).ravel()
+        document_M = np.arange(documents).repeat(length)
+        here_M = document_M * history.ids.shape[1] + past.position_M
         return self._follow(history.ids.ravel(), history.back.reshape(-1, history.ids.size), here_M)
 
     def _follow(self, ids_S: Integers, back_XS: Integers, here_M: Integers) -> Matches:
@@ -370,9 +369,9 @@ class ConvolutionCache(Cache):
     """The cache of the convolution in decoding: norm(u) of earlier segments."""
 
     def __init__(self, buffer: Tensor, step: StepTokens, config: SpiderConfig):
-        distances = SegmentEngram.tap_distances(config)
-        super().__init__(buffer, step, window=distances[-1] + 1)
-        position = step.position - np.array(distances)[:, None]  # of each tap's segment, [taps, N]
+        distance = np.arange(SegmentEngram.kernel_size) * len(config.engram_contexts)  # [taps]
+        super().__init__(buffer, step, window=distance[-1] + 1)
+        position = step.position - distance[:, None]  # of each tap's segment, [taps, N]
         self.tap_slot = to_device(self.slot_of(position), buffer.device).flatten()
         self.in_document = to_device(position >= 0, buffer.device)[:, :, None]
 
@@ -414,12 +413,6 @@ class SegmentEngram(nn.Module):
         self.value_proj = Linear(self.table.width, config.hidden_size)
         self.conv_weight = nn.Parameter(torch.empty(self.kernel_size, config.hidden_size))
 
-    @classmethod
-    def tap_distances(cls, config: SpiderConfig) -> list[int]:
-        """Return the distances in segments of the convolution's taps."""
-        dilation = len(config.engram_contexts)
-        return [tap * dilation for tap in range(cls.kernel_size)]
-
     def retrieve(self, past: PastBytes, position_N: Tensor, dtype: torch.dtype) -> RetrievedMemory:
         """Look up what all loops use.
 
@@ -450,7 +443,7 @@ class SegmentEngram(nn.Module):
         """Return tap_value and tap_segment of RetrievedMemory."""
         device = value_ND.device
         dilation = len(self.table.contexts)
-        distance = torch.arange(self.kernel_size, device=device) * dilation  # see tap_distances
+        distance = torch.arange(self.kernel_size, device=device) * dilation  # [taps]
         segment_N = torch.arange(len(value_ND), device=device)
         segment_of_tap = (segment_N[:, None] - distance).clamp_min(0)  # [N, taps]
         tap_segment = segment_of_tap.flatten()
