@@ -109,7 +109,7 @@ from spider.model.packing import (
 )
 from spider.model.segments import pool_segments, segment_ends, unpool_segments
 from spider.vocabulary import BOS_ID, EOS_ID, PAD_ID
-from tile_moe import MoE, Routing, balance
+from tile_moe import NO_ROUTING, MoE, Routing, balance
 
 # Dropout sites: each makes its own mask from the same noise. Site 5 is boundaries.STRAY_SITE.
 BYTES_BEFORE_CORE = 0
@@ -192,7 +192,7 @@ class RecurrentBlock(nn.Module):
         active: ActiveTokens,
         state: LayerState,
         caches: LayerCaches = (None, None),
-        reuse: Routing | None = None,
+        reuse: Routing = NO_ROUTING,
     ) -> LayerOutput:
         """Run the layer once on the active segments.
 
@@ -251,24 +251,22 @@ def visit(
     Recomputation reuses the routing: a near-tie that falls the other way would corrupt the
     gradient."""
     if layer.compiled is not None and torch.is_grad_enabled():
-        dynamic = [x_nD, *vars(active).values(), *state, *vars(packing).values()]
-        if retrieved is not None:
-            dynamic += retrieved
-        mark_tokens_dynamic(*dynamic)
+        mark_tokens_dynamic(x_nD, *vars(packing).values(), *(retrieved or ()))
+        mark_tokens_dynamic(*vars(active).values(), *state)
         y_nD, latents, convolved, score_nE, topk_idx_nK = layer.compiled(
             layer, x_nD, packing, retrieved, active, state, recompute
         )
-        routing = Routing(score_nE, topk_idx_nK, None)
+        routing = Routing(score_nE, topk_idx_nK)
         return LayerOutput(y_nD, routing, LayerState(latents, convolved))
     if not recompute:
         return layer(x_nD, packing, retrieved, active, state, caches)
 
-    reuse = None  # set by the first call of `compute`, read by the recomputation
+    reuse = NO_ROUTING  # set by the first call of `compute`, read by the recomputation
 
     def compute(x_nD: Tensor) -> LayerOutput:
         nonlocal reuse
         output = layer(x_nD, packing, retrieved, active, state, caches, reuse)
-        if reuse is None:
+        if reuse.topk_idx is None:
             # without the score, which would keep the first call's graph alive
             reuse = Routing(None, output.routing.topk_idx, output.routing.slots)
         return output
@@ -1131,7 +1129,7 @@ class Spider(nn.Module):
                 predicted, packed.ids_M, packing.position, packed.noise_M
             )
         p_M = predicted.squeeze(1).sigmoid()
-        return flexitokens_boundaries(p_M, packing, self.wide_dtype, packed.noise_M, summed)
+        return flexitokens_boundaries(p_M, packing, packed.noise_M, summed)
 
     def null_output(self) -> Tensor:
         """Return the unpooled output for bytes before a document's first boundary, at all offsets:
