@@ -354,7 +354,7 @@ class CoreInputs:
     halting_warmup: float = 1.0  # factor on halting probabilities
     dropout: float = 0.0  # rate, at the core's input and output
     noise_N: Tensor | None = None  # int64, for dropout; None: no dropout
-    # of all layers and loops, in decoding only
+    # those of all layers and loops, in decoding only
     caches: tuple[LatentCache, ConvolutionCache] | None = None
 
     def caches_of(self, layer: int, loop: int, engram_layers: tuple[int, ...]) -> LayerCaches:
@@ -456,7 +456,14 @@ class RecurrentCore(nn.Module):
         halting = Halting(core_inputs.segment_weight_N, self.config.act_threshold, drop_halted)
         e_ND = apply_dropout(rms_norm(z_ND), core_inputs.dropout, core_inputs.noise_N, CORE_INPUT)
         decay_D = self.decay()  # A
-        retrieved = self._retrieve(z_ND, core_inputs)
+        position_N = core_inputs.packing.position
+        # looked up once, for all loops
+        retrieved = [
+            None
+            if layer.engram is None
+            else layer.engram.retrieve(core_inputs.past, position_N, z_ND.dtype)
+            for layer in self.layers
+        ]
         states = [LayerState()] * len(self.layers)
         visits = []
         h_nD = None
@@ -542,16 +549,7 @@ class RecurrentCore(nn.Module):
         return self.halt_predictor(rms_norm(h_nD)).sigmoid().squeeze(1)
 
     # ----------------------------------------------------------------------------------------------
-    # Before and after the loops
-
-    def _retrieve(self, z_ND: Tensor, core_inputs: CoreInputs) -> list[RetrievedMemory | None]:
-        """Look up the Engram of each layer once, for all loops."""
-        past = core_inputs.past
-        position_N = core_inputs.packing.position
-        return [
-            None if layer.engram is None else layer.engram.retrieve(past, position_N, z_ND.dtype)
-            for layer in self.layers
-        ]
+    # After the loops
 
     def _read_out(self, normed_ND: Tensor) -> Tensor:
         """Project states to outputs [N, O * D], one output per segment offset."""
@@ -1210,7 +1208,7 @@ class Spider(nn.Module):
         for row in starts.nonzero()[0].tolist():
             state.start_document(row, self.null_output())
 
-        # as _pack packs a batch
+        # Pack the piece as `_pack` packs a batch.
         position = state.position[:, None] + np.arange(-c.reach, length)
         index = np.arange(known.size).reshape(known.shape)[:, c.reach :]
         past = PastBytes(known.ravel(), position.ravel(), index.ravel())

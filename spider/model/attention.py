@@ -74,7 +74,8 @@ class Cache:
         self.used_slots = min(tokens, buffer.shape[3])
 
     def slot_of(self, position: np.ndarray) -> np.ndarray:
-        """Return the index in [B * S] of positions [..., M] in the documents of a step's tokens."""
+        """Return the slots, among B * S, of positions [..., M] in the documents of the step's
+        tokens."""
         slots = self.buffer.shape[3]
         return self.step.document * slots + position % slots
 

@@ -45,8 +45,8 @@ ONE_THREAD = 1 << 20
 
 
 class DecodingState:
-    """The state of decoding, which can be pickled. Its tensors are on the model's device and in its
-    compute_dtype unless said, its NumPy arrays on the host and int64."""
+    """The state of decoding, which can be pickled. Tensors are on the model's device, in its
+    compute_dtype unless noted; NumPy arrays are on the host, int64."""
 
     def __init__(
         self, config: SpiderConfig, rows: int, n_loops: int, null: Tensor, wide_dtype: torch.dtype
@@ -68,7 +68,8 @@ class DecodingState:
         self.summed = zeros(rows, dtype=torch.float64)
         # [B, D], sum of the bytes since the last boundary, at least fp32
         self.open_segment = zeros(rows, c.hidden_size, dtype=wide_dtype)
-        self.unpooled = null.repeat(rows, 1)  # the core's output for the last finished segment
+        # [B, O * D], the core's output for the last finished segment
+        self.unpooled = null.repeat(rows, 1)
         # Caches, see attention.Cache: normed and rotated latents of bytes; latents of segments, as
         # their last loop left them; inputs of the convolution in the core's Engram layers.
         self.byte_latents = zeros(byte_layers, 1, rows, 1, latent_width)
@@ -122,10 +123,10 @@ def split_pieces(ids_BT: np.ndarray) -> list[np.ndarray]:
 class StepSegments:
     """The segments and outputs of a step's bytes: int64 NumPy arrays, on the host.
 
-    The first B segments are those that stay open, one per row, and the others end in the step. The
-    first B outputs are those of the segments before the step, and the others are the core's.
+    Segment b < B stays open in row b; the others end in the step. Output b < B is that of the last
+    segment of row b before the step; the others have the numbers of their segments.
 
-        ends          0 0 1 0 1 0 | 0 1 0     two rows
+        ends          0 0 1 0 1 0 | 0 1 0     two rows: b is 0 or 1
         segment       2 2 2 3 3 0 | 4 4 1
         output        0 0 2 2 3 3 | 1 4 4
     """
@@ -136,7 +137,7 @@ class StepSegments:
         ended_BT = ends_BT.cumsum(1)  # at or before each byte
         self.ended = ended_BT[:, -1]  # [B], segments that end in each row
         first_B = len(ends_BT) + self.ended.cumsum() - self.ended
-        next_BT = first_B[:, None] + ended_BT  # the next segment that ends after each byte
+        next_BT = first_B[:, None] + ended_BT  # the first segment that ends after each byte
         is_open_BT = ended_BT - ends_BT == self.ended[:, None]
         self.segment = np.where(is_open_BT, row_B1, next_BT - ends_BT)  # of each byte, [B, T]
         self.output = np.where(ended_BT > 0, next_BT - 1, row_B1)  # for each byte, [B, T]
