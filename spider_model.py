@@ -70,7 +70,6 @@ from spider.model.decode import (
     draw,
     fewer_threads,
     forbid_repeats,
-    pack_piece,
     split_pieces,
 )
 from spider.model.layers import (
@@ -87,6 +86,7 @@ from spider.model.memory import (
     EngramTable,
     HashedContexts,
     InputEngram,
+    Matches,
     MatchMemory,
     OutputEngram,
     PackedBytes,
@@ -107,16 +107,9 @@ from spider.model.packing import (
     padding_multiple,
     round_up,
 )
-from spider.model.segments import (
-    boundary_before_last,
-    last_boundary,
-    pool_segments,
-    segment_ends,
-    segment_offsets,
-    unpool_segments,
-)
+from spider.model.segments import pool_segments, segment_ends, unpool_segments
 from spider.vocabulary import BOS_ID, EOS_ID, PAD_ID
-from tile_moe import MoE, Routing, balance
+from tile_moe import NO_ROUTING, MoE, Routing, balance
 
 # Dropout sites: each makes its own mask from the same noise. Site 5 is boundaries.STRAY_SITE.
 BYTES_BEFORE_CORE = 0
@@ -168,7 +161,6 @@ class LayerState(NamedTuple):
 
 # In decoding: a core layer's LayerState for the segments of earlier steps.
 LayerCaches = tuple[LatentCache | None, ConvolutionCache | None]
-NO_CACHES = (None, None)
 
 
 class LayerOutput(NamedTuple):
@@ -199,8 +191,8 @@ class RecurrentBlock(nn.Module):
         retrieved: RetrievedMemory | None,
         active: ActiveTokens,
         state: LayerState,
-        caches: LayerCaches,
-        reuse: Routing | None = None,
+        caches: LayerCaches = (None, None),
+        reuse: Routing = NO_ROUTING,
     ) -> LayerOutput:
         """Run the layer once on the active segments.
 
@@ -233,9 +225,7 @@ class RecurrentBlock(nn.Module):
         part of the backward graph; it reuses the routing, because the sort's results are saved."""
 
         def compute(x_nD: Tensor) -> tuple[Tensor | None, ...]:
-            y_nD, routing, (latents, convolved) = self(
-                x_nD, packing, retrieved, active, state, NO_CACHES
-            )
+            y_nD, routing, (latents, convolved) = self(x_nD, packing, retrieved, active, state)
             return y_nD, latents, convolved, routing.score, routing.topk_idx
 
         if not recompute:
@@ -261,24 +251,22 @@ def visit(
     Recomputation reuses the routing: a near-tie that falls the other way would corrupt the
     gradient."""
     if layer.compiled is not None and torch.is_grad_enabled():
-        dynamic = [x_nD, *vars(active).values(), *state, *vars(packing).values()]
-        if retrieved is not None:
-            dynamic += retrieved
-        mark_tokens_dynamic(*dynamic)
+        mark_tokens_dynamic(x_nD, *vars(packing).values(), *(retrieved or ()))
+        mark_tokens_dynamic(*vars(active).values(), *state)
         y_nD, latents, convolved, score_nE, topk_idx_nK = layer.compiled(
             layer, x_nD, packing, retrieved, active, state, recompute
         )
-        routing = Routing(score_nE, topk_idx_nK, None)
+        routing = Routing(score_nE, topk_idx_nK)
         return LayerOutput(y_nD, routing, LayerState(latents, convolved))
     if not recompute:
         return layer(x_nD, packing, retrieved, active, state, caches)
 
-    reuse = None  # set by the first call of `compute`, read by the recomputation
+    reuse = NO_ROUTING  # set by the first call of `compute`, read by the recomputation
 
     def compute(x_nD: Tensor) -> LayerOutput:
         nonlocal reuse
         output = layer(x_nD, packing, retrieved, active, state, caches, reuse)
-        if reuse is None:
+        if reuse.topk_idx is None:
             # without the score, which would keep the first call's graph alive
             reuse = Routing(None, output.routing.topk_idx, output.routing.slots)
         return output
@@ -366,22 +354,17 @@ class CoreInputs:
     halting_warmup: float = 1.0  # factor on halting probabilities
     dropout: float = 0.0  # rate, at the core's input and output
     noise_N: Tensor | None = None  # int64, for dropout; None: no dropout
-    # Caches of all layers and loops, in decoding only:
-    latents: LatentCache | None = None
-    convolved: ConvolutionCache | None = None
-
-    @property
-    def decoding(self) -> bool:
-        return self.latents is not None
+    # those of all layers and loops, in decoding only
+    caches: tuple[LatentCache, ConvolutionCache] | None = None
 
     def caches_of(self, layer: int, loop: int, engram_layers: tuple[int, ...]) -> LayerCaches:
         """Return the caches of a layer in a loop; outside decoding there are none."""
-        if self.latents is None or self.convolved is None:
-            return NO_CACHES
-        convolved = None
-        if layer in engram_layers:
-            convolved = self.convolved.of(engram_layers.index(layer), loop)
-        return self.latents.of(layer, loop), convolved
+        if self.caches is None:
+            return None, None
+        latents, convolved = self.caches
+        if layer not in engram_layers:
+            return latents.of(layer, loop), None
+        return latents.of(layer, loop), convolved.of(engram_layers.index(layer), loop)
 
 
 class CoreOutput(NamedTuple):  # FSDP looks for tensors with gradients in tuples, not in dataclasses
@@ -466,13 +449,21 @@ class RecurrentCore(nn.Module):
     def forward(self, z_ND: Tensor, core_inputs: CoreInputs) -> CoreOutput:
         """Run all loops on the pooled segments. In decoding, skip balance losses and counts."""
         n_loops = core_inputs.n_loops
+        decoding = core_inputs.caches is not None
         drop_halted = self.drop_halted
         if drop_halted is None:
             drop_halted = not z_ND.is_cuda
         halting = Halting(core_inputs.segment_weight_N, self.config.act_threshold, drop_halted)
         e_ND = apply_dropout(rms_norm(z_ND), core_inputs.dropout, core_inputs.noise_N, CORE_INPUT)
         decay_D = self.decay()  # A
-        retrieved = self._retrieve(z_ND, core_inputs)
+        position_N = core_inputs.packing.position
+        # looked up once, for all loops
+        retrieved = [
+            None
+            if layer.engram is None
+            else layer.engram.retrieve(core_inputs.past, position_N, z_ND.dtype)
+            for layer in self.layers
+        ]
         states = [LayerState()] * len(self.layers)
         visits = []
         h_nD = None
@@ -493,7 +484,7 @@ class RecurrentCore(nn.Module):
                     core_inputs.caches_of(i, t, self.config.engram_layers),
                     core_inputs.recompute,
                 )
-                if routing.topk_idx is not None and not core_inputs.decoding:
+                if routing.topk_idx is not None and not decoding:
                     assert routing.score is not None
                     score_NE = active.scatter(routing.score)
                     topk_idx_NK = active.scatter(routing.topk_idx)
@@ -506,7 +497,7 @@ class RecurrentCore(nn.Module):
             h_nD = halting.active.select(h_ND)
             # In decoding, later steps read the segments that halted in this loop, so one more loop
             # computes them.
-            are_computed = not core_inputs.decoding or len(h_nD) == 0
+            are_computed = not decoding or len(h_nD) == 0
             if drop_halted and are_computed and not halting.running_N.any():
                 break
         assert halting.output_ND is not None  # there is at least one loop
@@ -558,16 +549,7 @@ class RecurrentCore(nn.Module):
         return self.halt_predictor(rms_norm(h_nD)).sigmoid().squeeze(1)
 
     # ----------------------------------------------------------------------------------------------
-    # Before and after the loops
-
-    def _retrieve(self, z_ND: Tensor, core_inputs: CoreInputs) -> list[RetrievedMemory | None]:
-        """Look up the Engram of each layer once, for all loops."""
-        past = core_inputs.past
-        position_N = core_inputs.packing.position
-        return [
-            None if layer.engram is None else layer.engram.retrieve(past, position_N, z_ND.dtype)
-            for layer in self.layers
-        ]
+    # After the loops
 
     def _read_out(self, normed_ND: Tensor) -> Tensor:
         """Project states to outputs [N, O * D], one output per segment offset."""
@@ -1017,15 +999,20 @@ class Spider(nn.Module):
         result = self.core(F.pad(z_ND, (0, 0, 0, padding)), core_inputs)
         output = result.output[:segments]
 
+        unpool = partial(
+            unpool_segments,
+            b=b_M,
+            cu_seqlens=packing.cu_seqlens,
+            segment_cu_seqlens=segment_cu_seqlens,
+            offsets=self.config.segment_offsets,
+        )
         null = self.null_output()
-        unpooled_MD = self.unpool(output, null, b_M, packing, segment_cu_seqlens)
+        unpooled_MD = unpool(output, null)
         predictor_terms = None
         predictor = self.boundary_predictor
         if self.training and isinstance(predictor, SurprisePredictor):
             assert predicted is not None
-            earlier_MD = self.unpool(
-                output.detach(), null.detach(), b_M, packing, segment_cu_seqlens, back=1
-            )
+            earlier_MD = unpool(output.detach(), null.detach(), back=1)
             unpooled_MD, predictor_terms = predictor.observe(
                 predicted, packed.ids_M, b_M, packing.position, unpooled_MD, earlier_MD
             )
@@ -1140,7 +1127,7 @@ class Spider(nn.Module):
                 predicted, packed.ids_M, packing.position, packed.noise_M
             )
         p_M = predicted.squeeze(1).sigmoid()
-        return flexitokens_boundaries(p_M, packing, self.wide_dtype, packed.noise_M, summed)
+        return flexitokens_boundaries(p_M, packing, packed.noise_M, summed)
 
     def null_output(self) -> Tensor:
         """Return the unpooled output for bytes before a document's first boundary, at all offsets:
@@ -1148,27 +1135,6 @@ class Spider(nn.Module):
         if self.core is None:
             return self.embed_tokens.new_zeros(self.config.hidden_size)
         return self.null_segment.repeat(self.config.segment_offsets)
-
-    def unpool(
-        self,
-        z: Tensor,
-        null: Tensor,
-        b_M: Tensor,
-        packing: Packing,
-        segment_cu_seqlens: Tensor,
-        back: int = 0,
-    ) -> Tensor:
-        """Unpool the core's output to bytes: z [N, O * D], null [O * D], b [M] -> [M, D]. back: 0
-        to give each byte the last segment that has ended, 1 for the segment before."""
-        offsets = self.config.segment_offsets
-        offset_M = None
-        if offsets > 1:
-            z = z.unflatten(-1, (offsets, -1))
-            null = null.unflatten(-1, (offsets, -1))
-            start_M = packing.cu_seqlens.index_select(0, packing.document)
-            boundary_M = boundary_before_last(b_M) if back else last_boundary(b_M)
-            offset_M = segment_offsets(boundary_M, start_M, offsets)
-        return unpool_segments(z, null, b_M, packing.cu_seqlens, segment_cu_seqlens, offset_M, back)
 
     # ----------------------------------------------------------------------------------------------
     # Decoding. The state and sampling are in spider/model/decode.py.
@@ -1184,7 +1150,7 @@ class Spider(nn.Module):
             if isinstance(module, HashedContexts):
                 module.read_to_host()
         null = self.null_output().detach().to(self.compute_dtype)
-        return DecodingState.empty(self.config, rows, n_loops, null, self.wide_dtype)
+        return DecodingState(self.config, rows, n_loops, null, self.wide_dtype)
 
     @torch.no_grad()
     def _check_decoding(self, n_loops: int):
@@ -1233,23 +1199,36 @@ class Spider(nn.Module):
 
     def _read_piece(self, ids_BT: np.ndarray, state: DecodingState) -> Tensor:
         """Feed a piece [B, T] and advance the state; return logits [B, T, V]."""
+        c = self.config
         rows, length = ids_BT.shape
+        device = state.summed.device
         known = np.concatenate((state.last_bytes, ids_BT), axis=1)
         # Whether the first byte starts a document depends on the byte before it.
-        starts = document_starts(known[:, -length - 1 :])[:, 1]
+        starts = document_starts(known[:, c.reach - 1 :])[:, 1]
         for row in starts.nonzero()[0].tolist():
             state.start_document(row, self.null_output())
-        packed = pack_piece(ids_BT, known, state, self.config, self.engram_match)
-        step = packed.packing.step
-        assert step is not None
-        cache = LatentCache(state.byte_latents, step, self.config.byte_window, state.kept)
+
+        # Pack the piece as `_pack` packs a batch.
+        position = state.position[:, None] + np.arange(-c.reach, length)
+        index = np.arange(known.size).reshape(known.shape)[:, c.reach :]
+        past = PastBytes(known.ravel(), position.ravel(), index.ravel())
+        matches = None
+        if self.engram_match is not None:
+            found = self.engram_match.step(ids_BT, past, state.position, state.history)
+            matches = Matches(*(to_device(part, device) for part in found))
+        step = StepTokens(np.full(rows, length), state.position)
+        packing = Packing.of_step(step, c, self.compute_dtype, device)
+        packed = PackedBytes(to_device(ids_BT, device), packing, past, matches)
+
+        cache = LatentCache(state.byte_latents, step, c.byte_window)
+        cache.kept = state.kept
         x_MD = self.before_core(packed, cache)
         if self.core is not None:
             x_MD = x_MD + self._read_segments(x_MD, packed, state)
         logits = self.after_core(x_MD, packed, cache)
         state.byte_latents = cache.buffer
         state.position = state.position + length
-        state.last_bytes = known[:, -state.last_bytes.shape[1] :]
+        state.last_bytes = known[:, length:]
         return logits.view(rows, length, -1)
 
     def _read_segments(self, x_MD: Tensor, packed: PackedBytes, state: DecodingState) -> Tensor:
@@ -1260,31 +1239,29 @@ class Spider(nn.Module):
         if isinstance(ends, Tensor):
             ends = np.array(ends.tolist())  # host synchronisation
         ends_M = end_documents(ends, packed.past.ids[packed.past.index]) > 0
-        segments = StepSegments.build(ends_M.reshape(packed.input_ids.shape), state.open_bytes)
-        first_B = to_device(segments.first, device)
-        last_B = to_device(segments.last, device)
+        rows, length = packed.input_ids.shape
+        segments = StepSegments(ends_M.reshape(rows, length), state.open_bytes)
 
-        sums = x_MD.new_zeros(len(segments.bytes), x_MD.shape[1], dtype=self.wide_dtype)
-        sums.index_add_(0, to_device(segments.segment, device), x_MD.to(sums.dtype))
-        sums.index_add_(0, first_B, state.open_segment)
-        state.open_segment = sums.index_select(0, last_B)
-        state.open_bytes = segments.bytes[segments.last]
+        # A row's first byte continues its open segment.
+        segment = to_device(np.append(segments.segment, segments.segment[:, 0]), device)
+        bytes_and_open = torch.cat((x_MD.to(self.wide_dtype), state.open_segment))
+        sums = bytes_and_open.new_zeros(len(segments.bytes), x_MD.shape[1])
+        sums.index_add_(0, segment, bytes_and_open)
+        state.open_segment = sums[:rows]
+        state.open_bytes = segments.bytes[:rows]
 
         outputs = state.unpooled
         if ends_M.any():
-            number = np.arange(len(sums))
-            finished = np.delete(number, segments.last)
-            n_bytes = to_device(segments.bytes[finished], device)
-            z_ND = sums.index_select(0, to_device(finished, device)) / n_bytes[:, None]
+            n_bytes = to_device(segments.bytes[rows:], device)
+            z_ND = sums[rows:] / n_bytes[:, None]
             past = packed.past.select(ends_M.nonzero()[0])
             output = self._decode_core(z_ND.to(x_MD.dtype), segments.ended, past, state)
-            others = to_device(np.delete(number, segments.first), device)
-            outputs = output.new_empty(len(sums), output.shape[1])
-            outputs.index_copy_(0, first_B, state.unpooled).index_copy_(0, others, output)
-            state.unpooled = outputs.index_select(0, last_B)
+            outputs = torch.cat((outputs, output))
+            newest_B = to_device(segments.output[:, -1], device)
+            state.unpooled = outputs.index_select(0, newest_B)
         offsets = self.config.segment_offsets
-        index_M = segments.output * offsets + np.minimum(segments.offset, offsets - 1)
-        return outputs.view(-1, x_MD.shape[1]).index_select(0, to_device(index_M, device))
+        index = segments.output * offsets + np.minimum(segments.offset, offsets - 1)
+        return outputs.view(-1, x_MD.shape[1]).index_select(0, to_device(index.ravel(), device))
 
     def _decode_core(
         self, z_ND: Tensor, length_B: np.ndarray, past: PastBytes, state: DecodingState
@@ -1292,15 +1269,14 @@ class Spider(nn.Module):
         """Run the core on the segments that end in a piece, length_B of each row, after those in
         the state's caches; return [N, O * D]."""
         assert self.core is not None
-        step = StepTokens.build(length_B, state.segments)
+        step = StepTokens(length_B, state.segments)
         packing = Packing.of_step(step, self.config, self.compute_dtype, z_ND.device)
         latents = LatentCache(state.segment_latents, step)
         convolved = ConvolutionCache(state.convolved, step, self.config)
         segments = len(z_ND)
         segment_weight_N = z_ND.new_full((segments,), 1 / segments, dtype=self.wide_dtype)
-        core_inputs = CoreInputs(
-            packing, past, segment_weight_N, state.n_loops, latents=latents, convolved=convolved
-        )
+        caches = (latents, convolved)
+        core_inputs = CoreInputs(packing, past, segment_weight_N, state.n_loops, caches=caches)
         output = self.core(z_ND, core_inputs).output
         state.segment_latents = latents.buffer
         state.convolved = convolved.buffer

@@ -54,7 +54,7 @@ class Cache:
     layer: int  # set by `of`
     slots: Tensor  # [loops, B * S, width], a layer's part of `buffer` from a loop on; set by `of`
 
-    def __init__(self, buffer: Tensor, step: StepTokens, window: int = 0):
+    def __init__(self, buffer: Tensor, step: StepTokens, window: int):
         """Make room for the tokens of a step in the buffer of the previous step.
 
         window: tokens that a token reads, itself included; 0: all."""
@@ -74,7 +74,8 @@ class Cache:
         self.used_slots = min(tokens, buffer.shape[3])
 
     def slot_of(self, position: np.ndarray) -> np.ndarray:
-        """Return the index in [B * S] of positions [..., M] in the documents of a step's tokens."""
+        """Return the slots, among B * S, of positions [..., M] in the documents of the step's
+        tokens."""
         slots = self.buffer.shape[3]
         return self.step.document * slots + position % slots
 
@@ -100,17 +101,10 @@ class LatentCache(Cache):
 
     hidden: Tensor | None = None  # bool [B, T, used_slots]: not visible to a token; None: all are
     padded_index: Tensor  # int64 [M], index of the step's tokens in [B * T]; only with `hidden`
-    kept: dict[int, Tensor] | None  # see tokens_before; None in the core
+    kept: dict[int, Tensor] | None = None  # see tokens_before; None in the core
 
-    def __init__(
-        self,
-        buffer: Tensor,
-        step: StepTokens,
-        window: int = 0,
-        kept: dict[int, Tensor] | None = None,
-    ):
+    def __init__(self, buffer: Tensor, step: StepTokens, window: int = 0):
         super().__init__(buffer, step, window)
-        self.kept = kept
         if step.is_single:  # which sees all slots
             return
         padded_index = step.document * step.max_seqlen + step.index_in_step

@@ -27,7 +27,7 @@ from spider.vocabulary import EOS_ID, PAD_ID
 
 
 def flexitokens_boundaries(
-    p_M: Tensor, packing: Packing, dtype: torch.dtype, noise_M: Tensor | None, summed: Tensor | None
+    p_M: Tensor, packing: Packing, noise_M: Tensor | None, summed: Tensor | None
 ) -> Tensor:
     """End a segment where the running sum of p over the document, plus an offset, crosses an
     integer: b [M].
@@ -48,7 +48,7 @@ def flexitokens_boundaries(
     if noise_M is not None:
         offset_M = offset_M - 0.5 + uniform(noise_M.index_select(0, start_M))
     crosses_M = (total_M + offset_M).floor() > (before_M + offset_M).floor()
-    b_M = crosses_M.to(dtype)
+    b_M = crosses_M.to(p_M.dtype)
     if p_M.requires_grad:
         # p - p is 0, or NaN if p diverges; b stays 0 or 1 even then
         b_M = b_M + (p_M - p_M.detach()).nan_to_num(0)

@@ -46,13 +46,13 @@ def library_of(x: Integers) -> Any:
 
 
 def to_device(x: Integers, device: torch.device) -> Tensor:
-    """Copy numbers to a device, without waiting for it. What is there already is not copied."""
+    """Copy numbers to a device without waiting for it; return a tensor that is there as it is."""
     if isinstance(x, np.ndarray):
         x = torch.from_numpy(x)
     return x.to(device, non_blocking=True)
 
 
-def after(first: int, x: Integers) -> Integers:
+def prepend(first: int, x: Integers) -> Integers:
     """Return x with another number before it, [L] -> [L + 1]."""
     library = library_of(x)
     start = library.full((1,), first, dtype=x.dtype, device=x.device)
@@ -83,7 +83,7 @@ def word_ends(ids_L: Integers, position_L: Integers) -> Integers:
     is_underscore = ids_L == ord("_")
     is_utf8 = (ids_L >= 0x80) & (ids_L < 0xE0) & (ids_L != 0xC2)
     is_word_byte = is_letter | is_digit | is_underscore | is_utf8
-    after_word_byte = after(False, is_word_byte[:-1]) & (position_L > 0)
+    after_word_byte = prepend(False, is_word_byte[:-1]) & (position_L > 0)
     return after_word_byte & ~is_word_byte
 
 
@@ -126,7 +126,7 @@ class PastBytes:
         """Compute S[l] and BASE^-l for each l, both [L + 1]."""
         power_L = self.library.full_like(self.ids, BASE).cumprod(0)
         inverse_L = self.library.full_like(self.ids, INVERSE).cumprod(0)
-        return after(0, ((self.ids + 1) * power_L).cumsum(0)), after(1, inverse_L)
+        return prepend(0, ((self.ids + 1) * power_L).cumsum(0)), prepend(1, inverse_L)
 
     def hash(self, begin_M: Integers, end_M: Integers) -> Integers:
         """Return hash(begin, end), int64 [M]."""
@@ -134,14 +134,15 @@ class PastBytes:
         return (sums[end_M] - sums[begin_M]) * inverse[end_M]
 
     def newest_ends(self, unit: str) -> Integers:
-        """Return for each l from -1 to L how many bytes there are up to the last end of a unit
-        among the first l bytes; 0: no end. [L + 2], l = -1 first."""
+        """Find the last end of a unit among the first l bytes, for each l from -1 to L: return how
+        many bytes there are up to this end, itself included, or 0 without an end. [L + 2], index
+        l + 1."""
         if unit not in self.newest_ends_of:
             ends_L = self.word_ends if unit == "word" else self.ids == ord("\n")
             count_L = self.library.arange(1, len(self.ids) + 1, device=self.ids.device)
             end_L = self.library.where(ends_L, count_L, 0)
             newest_L = running_max(end_L)
-            self.newest_ends_of[unit] = after(0, after(0, newest_L))
+            self.newest_ends_of[unit] = prepend(0, prepend(0, newest_L))
         return self.newest_ends_of[unit]
 
     def since(self, unit: str, n: int) -> Integers:
@@ -150,8 +151,9 @@ class PastBytes:
         If the document has no such end within reach, return the largest count within reach."""
         if unit == "byte" or n == 0:
             return self.library.full_like(self.index, n)
-        end_M = self.index + 2
+        end_M = self.index + 2  # l + 1, where l counts the byte itself, too
         for _ in range(n):
+            # An end with c bytes up to it is itself an index: of the end among the c - 1 before it.
             end_M = self.newest_ends(unit)[end_M]
         distance_M = self.index + 1 - end_M
         most = REACH[unit] - 1
@@ -207,18 +209,14 @@ class PastBytes:
         index_WM = self.library.where(in_document, self.index - back_W1, 0)
         return self.library.where(in_document, self.ids[index_WM], PAD_ID)
 
-    def keys_of_last_bytes(self, multiplier: Integers) -> list[Integers]:
-        """Return for n from 1 to W the key of the last n bytes, int64 [M]: the XOR over k < n of
-        byte k * multiplier[k], where byte 0 is the newest."""
-        products = self.last_bytes[: len(multiplier)] * multiplier[:, None]
-        return [*accumulate(products, operator.xor)]
-
     def keys(self, contexts: tuple[str, ...], multiplier: Integers) -> Integers:
-        """Return the key of each context, int64 [X, M].
+        """Return the key of each context, int64 [X, M]. The key of the last n bytes is the XOR over
+        k < n of byte k * multiplier[k], where byte 0 is the newest.
 
         multiplier: int64, odd, one for each byte of the longest context."""
-        lengths = [int(name) for name in contexts if name.isdecimal()]
-        of_last_bytes = self.keys_of_last_bytes(multiplier[: max(lengths, default=0)])
+        longest = max((int(name) for name in contexts if name.isdecimal()), default=0)
+        products = self.last_bytes[:longest] * multiplier[:longest, None]
+        of_last_bytes = [*accumulate(products, operator.xor)]
         keys = [
             of_last_bytes[int(name) - 1] if name.isdecimal() else self.key(name)
             for name in contexts

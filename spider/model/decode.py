@@ -22,8 +22,7 @@ Shapes, as suffixes of names:
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from copy import copy
 
 import numpy as np
 import torch
@@ -31,9 +30,9 @@ from numpy.lib.stride_tricks import sliding_window_view
 from torch import Tensor
 
 from spider.config import SpiderConfig
-from spider.model.contexts import PastBytes, to_device
-from spider.model.memory import Matches, MatchHistory, MatchMemory, PackedBytes
-from spider.model.packing import Packing, StepTokens, document_starts
+from spider.model.contexts import to_device
+from spider.model.memory import MatchHistory
+from spider.model.packing import document_starts
 from spider.vocabulary import EOS_ID, PAD_ID
 
 PIECE = 256  # maximum bytes per row in one pass of decoding, to limit memory
@@ -45,78 +44,55 @@ ONE_THREAD = 1 << 20
 # The state
 
 
-@dataclass
 class DecodingState:
-    """The state of decoding, which can be pickled. Its tensors are on the model's device and in its
-    compute_dtype, its NumPy arrays on the host."""
+    """The state of decoding, which can be pickled. Tensors are on the model's device, in its
+    compute_dtype unless noted; NumPy arrays are on the host, int64."""
 
-    n_loops: int
-    last_bytes: np.ndarray  # int64 [B, config.reach], PAD before the first byte
-    position: np.ndarray  # int64 [B], bytes of the document so far
-    segments: np.ndarray  # int64 [B], finished segments of the document
-    open_bytes: np.ndarray  # int64 [B], bytes since the last boundary
-    history: MatchHistory
-    summed: Tensor  # float64 [B], sum of boundary probabilities over the document
-    open_segment: Tensor  # [B, D], sum of the bytes since the last boundary
-    unpooled: Tensor  # [B, O * D], the core's output for the last finished segment
-    byte_latents: Tensor  # [prelude and coda layers, 1, B, S, C + R], normed and rotated
-    segment_latents: Tensor  # [core layers, n_loops, B, S, C + R], of each segment's last loop
-    convolved: Tensor  # [Engram layers of the core, n_loops, B, S, D], convolution inputs
-    # The last tokens [B, count, D] of each byte layer that calls attention.tokens_before, by the
-    # layer's number.
-    kept: dict[int, Tensor] = field(default_factory=dict)
-
-    @classmethod
-    def empty(
-        cls,
-        config: SpiderConfig,
-        rows: int,
-        n_loops: int,
-        null: Tensor,
-        wide_dtype: torch.dtype,
-    ) -> "DecodingState":
-        """Make the state of `rows` rows that have no bytes yet.
+    def __init__(
+        self, config: SpiderConfig, rows: int, n_loops: int, null: Tensor, wide_dtype: torch.dtype
+    ):
+        """Start `rows` rows that have no bytes yet.
 
         null: [O * D], see Spider.null_output; its device and dtype are the state's."""
         c = config
         latent_width = c.kv_lora_rank + c.qk_rope_head_dim
         byte_layers = c.n_prelude_layers + c.n_coda_layers
-
-        def zeros(*shape: int, dtype: torch.dtype = null.dtype) -> Tensor:
-            return torch.zeros(shape, dtype=dtype, device=null.device)
-
-        return cls(
-            n_loops=n_loops,
-            last_bytes=np.full((rows, c.reach), PAD_ID),
-            position=np.zeros(rows, dtype=np.int64),
-            segments=np.zeros(rows, dtype=np.int64),
-            open_bytes=np.zeros(rows, dtype=np.int64),
-            history=MatchHistory.empty(len(c.engram_match_contexts), rows),
-            summed=zeros(rows, dtype=torch.float64),
-            open_segment=zeros(rows, c.hidden_size, dtype=wide_dtype),
-            unpooled=null.repeat(rows, 1),
-            byte_latents=zeros(byte_layers, 1, rows, 1, latent_width),
-            segment_latents=zeros(c.n_recurrent_layers, n_loops, rows, 1, latent_width),
-            convolved=zeros(len(c.engram_layers), n_loops, rows, 1, c.hidden_size),
-        )
+        zeros = null.new_zeros
+        self.n_loops = n_loops
+        self.last_bytes = np.full((rows, c.reach), PAD_ID)  # [B, reach], PAD before the first byte
+        self.position = np.zeros(rows, dtype=int)  # [B], bytes of the document so far
+        self.segments = np.zeros(rows, dtype=int)  # [B], finished segments of the document
+        self.open_bytes = np.zeros(rows, dtype=int)  # [B], bytes since the last boundary
+        self.history = MatchHistory(len(c.engram_match_contexts), rows)
+        # float64 [B], sum of boundary probabilities over the document
+        self.summed = zeros(rows, dtype=torch.float64)
+        # [B, D], sum of the bytes since the last boundary, at least fp32
+        self.open_segment = zeros(rows, c.hidden_size, dtype=wide_dtype)
+        # [B, O * D], the core's output for the last finished segment
+        self.unpooled = null.repeat(rows, 1)
+        # Caches, see attention.Cache: normed and rotated latents of bytes; latents of segments, as
+        # their last loop left them; inputs of the convolution in the core's Engram layers.
+        self.byte_latents = zeros(byte_layers, 1, rows, 1, latent_width)
+        self.segment_latents = zeros(c.n_recurrent_layers, n_loops, rows, 1, latent_width)
+        self.convolved = zeros(len(c.engram_layers), n_loops, rows, 1, c.hidden_size)
+        # The last tokens [B, count, D] of each byte layer that calls attention.tokens_before, by
+        # the layer's number.
+        self.kept: dict[int, Tensor] = {}
 
     def copy(self, rows: list[int] | None = None) -> "DecodingState":
         """Copy the state, or only the given rows, which may repeat."""
         if rows is None:
             rows = [*range(len(self.position))]
-        chosen = torch.tensor(rows, device=self.summed.device)
-        copies = {}
+        state = copy(self)
         for name, value in vars(self).items():
-            if isinstance(value, Tensor):
-                value = value.index_select(ROW_DIMENSION.get(name, 0), chosen)
-            elif isinstance(value, np.ndarray):
-                value = value[rows]
-            elif isinstance(value, MatchHistory):
-                value = value.copy(rows)
-            elif isinstance(value, dict):
-                value = {layer: kept.index_select(0, chosen) for layer, kept in value.items()}
-            copies[name] = value
-        return DecodingState(**copies)
+            if isinstance(value, MatchHistory):
+                setattr(state, name, value.copy(rows))
+            elif isinstance(value, Tensor) and value.ndim == 5:  # a cache
+                setattr(state, name, value[:, :, rows])
+            elif isinstance(value, (Tensor, np.ndarray)):
+                setattr(state, name, value[rows])
+        state.kept = {layer: tokens[rows] for layer, tokens in self.kept.items()}
+        return state
 
     def start_document(self, row: int, null: Tensor):
         """Reset a row in which a new document starts. null: see Spider.null_output.
@@ -132,10 +108,6 @@ class DecodingState:
         self.unpooled[row] = null
 
 
-# The dimension of a state's rows, for tensors where it is not the first.
-ROW_DIMENSION = {"byte_latents": 2, "segment_latents": 2, "convolved": 2}
-
-
 # --------------------------------------------------------------------------------------------------
 # The bytes of a step
 
@@ -143,73 +115,39 @@ ROW_DIMENSION = {"byte_latents": 2, "segment_latents": 2, "convolved": 2}
 def split_pieces(ids_BT: np.ndarray) -> list[np.ndarray]:
     """Split bytes [B, T] into pieces of at most PIECE bytes per row. In a piece, each row is inside
     one document."""
-    length = ids_BT.shape[1]
-    starts_document = document_starts(ids_BT)[:, 1:].any(0)
-    new_documents = (starts_document.nonzero()[0] + 1).tolist()
-    piece_starts = sorted({*range(PIECE, length, PIECE), *new_documents})
-    return np.split(ids_BT, piece_starts, axis=1)
+    starts_piece = document_starts(ids_BT).any(0)
+    starts_piece[::PIECE] = True
+    return np.split(ids_BT, starts_piece.nonzero()[0], axis=1)[1:]  # without the empty first part
 
 
-def pack_piece(
-    ids_BT: np.ndarray,
-    known: np.ndarray,
-    state: DecodingState,
-    config: SpiderConfig,
-    match_memory: MatchMemory | None,
-) -> PackedBytes:
-    """Pack a piece [B, T] as Spider._pack packs a batch, and add it to the match history.
+class StepSegments:
+    """The segments and outputs of a step's bytes: int64 NumPy arrays, on the host.
 
-    known: the last bytes of each row and the piece."""
-    rows, length = ids_BT.shape
-    device = state.summed.device
-    step = StepTokens.build(np.full(rows, length), state.position)
-    before = known.shape[1] - length
-    position = state.position[:, None] + np.arange(-before, length)
-    index = np.arange(known.size).reshape(known.shape)[:, before:]
-    past = PastBytes(known.ravel(), position.ravel(), index.ravel())
-    matches = None
-    if match_memory is not None:
-        found = match_memory.step(ids_BT, past, state.position, state.history)
-        matches = Matches(*(to_device(part, device) for part in found))
-    packing = Packing.of_step(step, config, state.byte_latents.dtype, device)
-    return PackedBytes(to_device(ids_BT, device), packing, past, matches)
+    Segment b < B stays open in row b; the others end in the step. Output b < B is that of the last
+    segment of row b before the step; the others have the numbers of their segments.
 
-
-class StepSegments(NamedTuple):
-    """The segments of a step's bytes: NumPy arrays on the host, int64.
-
-    Row b of the batch has the segments first[b] to last[b] of B + N. The first one continues the
-    row's open segment, and the last one stays open. Their outputs have the same numbers, shifted by
-    one: first[b] is the output of the segment before the step.
-
-        ends          0 0 1 0 1 0 | 0 1 0     two rows
-        segment       0 0 0 1 1 2 | 3 3 4
-        output        0 0 1 1 2 2 | 3 4 4
+        ends          0 0 1 0 1 0 | 0 1 0     two rows: b is 0 or 1
+        segment       2 2 2 3 3 0 | 4 4 1
+        output        0 0 2 2 3 3 | 1 4 4
     """
 
-    ended: np.ndarray  # [B], segments that end in each row
-    first: np.ndarray  # [B]
-    last: np.ndarray  # [B]
-    segment: np.ndarray  # [M], to which each byte belongs
-    output: np.ndarray  # [M], which each byte gets
-    bytes: np.ndarray  # [B + N], of each segment
-    offset: np.ndarray  # [M], bytes since the last boundary
-
-    @classmethod
-    def build(cls, ends_BT: np.ndarray, open_bytes_B: np.ndarray) -> "StepSegments":
+    def __init__(self, ends_BT: np.ndarray, open_bytes_B: np.ndarray):
         """ends: bool. open_bytes: bytes of each row's open segment before the step."""
+        row_B1 = np.arange(len(ends_BT))[:, None]
         ended_BT = ends_BT.cumsum(1)  # at or before each byte
-        ended_B = ended_BT[:, -1]
-        last_B = (ended_B + 1).cumsum() - 1
-        first_B = last_B - ended_B
-        output_M = (first_B[:, None] + ended_BT).ravel()
-        segment_M = output_M - ends_BT.ravel()
-        n_bytes = np.bincount(segment_M, minlength=last_B[-1] + 1)
-        n_bytes[first_B] += open_bytes_B
+        self.ended = ended_BT[:, -1]  # [B], segments that end in each row
+        first_B = len(ends_BT) + self.ended.cumsum() - self.ended
+        next_BT = first_B[:, None] + ended_BT  # the first segment that ends after each byte
+        is_open_BT = ended_BT - ends_BT == self.ended[:, None]
+        self.segment = np.where(is_open_BT, row_B1, next_BT - ends_BT)  # of each byte, [B, T]
+        self.output = np.where(ended_BT > 0, next_BT - 1, row_B1)  # for each byte, [B, T]
+        # bytes of each segment, [B + N]
+        self.bytes = np.bincount(self.segment.ravel(), minlength=len(row_B1) + self.ended.sum())
+        self.bytes[self.segment[:, 0]] += open_bytes_B
         byte_T = np.arange(ends_BT.shape[1])
         boundary_BT = np.where(ends_BT, byte_T, -1 - open_bytes_B[:, None])
-        offset_BT = byte_T - np.maximum.accumulate(boundary_BT, axis=1)
-        return cls(ended_B, first_B, last_B, segment_M, output_M, n_bytes, offset_BT.ravel())
+        # bytes since the last boundary, [B, T]
+        self.offset = byte_T - np.maximum.accumulate(boundary_BT, axis=1)
 
 
 @contextmanager

@@ -19,7 +19,7 @@ Shapes, as suffixes of names:
 
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from copy import copy
 from typing import ClassVar, NamedTuple
 
 import numpy as np
@@ -231,29 +231,27 @@ class PackedBytes(NamedTuple):
         return self.input_ids.reshape(-1)
 
 
-@dataclass
 class MatchHistory:
     """The bytes of each document so far, in decoding, on the host. The byte at position t is in
     slot t of its document."""
 
-    ids: np.ndarray  # int64 [B, S]
-    # int64 [X, B, S]: bytes since the previous occurrence of the context that ends in a slot; 0:
-    # there is none
-    back: np.ndarray
-    newest: list[list[dict[int, int]]]  # [B][X]: the slot of each key's newest occurrence
-
-    @classmethod
-    def empty(cls, contexts: int, documents: int) -> "MatchHistory":
-        newest: list[list[dict[int, int]]] = [
+    def __init__(self, contexts: int, documents: int):
+        self.ids = np.zeros((documents, 1), dtype=int)  # int64 [B, S]
+        # int64 [X, B, S]: bytes since the previous occurrence of the context that ends in a slot;
+        # 0: there is none
+        self.back = np.zeros((contexts, documents, 1), dtype=int)
+        # [B][X]: the slot of each key's newest occurrence
+        self.newest: list[list[dict[int, int]]] = [
             [{} for _ in range(contexts)] for _ in range(documents)
         ]
-        ids = np.zeros((documents, 1), dtype=np.int64)
-        return cls(ids, np.zeros((contexts, documents, 1), dtype=np.int64), newest)
 
     def copy(self, documents: list[int]) -> "MatchHistory":
         """Copy the given documents, which may repeat."""
-        newest = [[*map(dict, self.newest[document])] for document in documents]
-        return MatchHistory(self.ids[documents], self.back[:, documents], newest)
+        history = copy(self)
+        history.ids = self.ids[documents]
+        history.back = self.back[:, documents]
+        history.newest = [[*map(dict, self.newest[document])] for document in documents]
+        return history
 
     def forget(self, document: int):
         """Start a new document."""
@@ -323,9 +321,8 @@ class MatchMemory(HashedContexts):
         position_B: position of each document's first byte in the step."""
         documents, length = ids_BT.shape
         history.add(ids_BT, self.keys(past).reshape(-1, documents, length), position_B)
-        slots = history.ids.shape[1]
-        first_B = np.arange(documents) * slots + position_B
-        here_M = (first_B[:, None] + np.arange(length)).ravel()
+        document_M = np.arange(documents).repeat(length)
+        here_M = document_M * history.ids.shape[1] + past.position_M
         return self._follow(history.ids.ravel(), history.back.reshape(-1, history.ids.size), here_M)
 
     def _follow(self, ids_S: Integers, back_XS: Integers, here_M: Integers) -> Matches:
@@ -372,9 +369,9 @@ class ConvolutionCache(Cache):
     """The cache of the convolution in decoding: norm(u) of earlier segments."""
 
     def __init__(self, buffer: Tensor, step: StepTokens, config: SpiderConfig):
-        distances = SegmentEngram.tap_distances(config)
-        super().__init__(buffer, step, window=distances[-1] + 1)
-        position = step.position - np.array(distances)[:, None]  # of each tap's segment, [taps, N]
+        distance = np.arange(SegmentEngram.kernel_size) * len(config.engram_contexts)  # [taps]
+        super().__init__(buffer, step, window=distance[-1] + 1)
+        position = step.position - distance[:, None]  # of each tap's segment, [taps, N]
         self.tap_slot = to_device(self.slot_of(position), buffer.device).flatten()
         self.in_document = to_device(position >= 0, buffer.device)[:, :, None]
 
@@ -416,12 +413,6 @@ class SegmentEngram(nn.Module):
         self.value_proj = Linear(self.table.width, config.hidden_size)
         self.conv_weight = nn.Parameter(torch.empty(self.kernel_size, config.hidden_size))
 
-    @classmethod
-    def tap_distances(cls, config: SpiderConfig) -> list[int]:
-        """Return the distances in segments of the convolution's taps."""
-        dilation = len(config.engram_contexts)
-        return [tap * dilation for tap in range(cls.kernel_size)]
-
     def retrieve(self, past: PastBytes, position_N: Tensor, dtype: torch.dtype) -> RetrievedMemory:
         """Look up what all loops use.
 
@@ -452,7 +443,7 @@ class SegmentEngram(nn.Module):
         """Return tap_value and tap_segment of RetrievedMemory."""
         device = value_ND.device
         dilation = len(self.table.contexts)
-        distance = torch.arange(self.kernel_size, device=device) * dilation  # see tap_distances
+        distance = torch.arange(self.kernel_size, device=device) * dilation  # [taps]
         segment_N = torch.arange(len(value_ND), device=device)
         segment_of_tap = (segment_N[:, None] - distance).clamp_min(0)  # [N, taps]
         tap_segment = segment_of_tap.flatten()
@@ -484,32 +475,22 @@ class SegmentEngram(nn.Module):
         # u = gate * value, so norm(u) = value * gate / sqrt(mean of u^2 + eps)
         scale = (gate * torch.rsqrt(gate * gate * mean_square + self.eps)).to(h.dtype)
         if cache is None:
+            assert retrieved.tap_segment is not None and retrieved.tap_value is not None
             conv_input = active.merge(before, scale)
-            convolved = self._convolve(conv_input, retrieved, active)
+            tap_scale = conv_input.flatten().index_select(0, retrieved.tap_segment)
+            tap_scale = tap_scale.view(len(conv_input), -1, 1)  # [N, taps, 1]
+            # not bmm, which would not fuse with the operations that follow
+            convolved = (active.select(tap_scale) * active.select(retrieved.tap_value)).sum(1)
         else:
             conv_input = active.merge(before, scale * value)
-            convolved = active.select(self._convolve_with_cache(conv_input, cache))
+            weight = self.conv_weight.to(h.dtype)[:, None]  # [taps, 1, D]
+            convolved = active.select((cache.put_and_look_back(conv_input) * weight).sum(0))
         return torch.addcmul(h, gate.to(h.dtype), value) + F.silu(convolved), conv_input
 
     def gate(self, h: Tensor, key: Tensor) -> Tensor:
         """Compute gates [n, 1] in (0, 1), at least fp32, from states and keys [n, D]."""
         similarity = _Similarity.apply(h, key)
         return torch.sigmoid(similarity.sign() * similarity.abs().clamp_min(1e-6).sqrt())
-
-    def _convolve(
-        self, scale_N1: Tensor, retrieved: RetrievedMemory, active: ActiveTokens
-    ) -> Tensor:
-        """Convolve norm(u) over all segments of the pass; return the active segments, [n, D]."""
-        assert retrieved.tap_segment is not None and retrieved.tap_value is not None
-        tap_scale = scale_N1.flatten().index_select(0, retrieved.tap_segment)
-        tap_scale = tap_scale.view(len(scale_N1), -1, 1)  # [N, taps, 1]
-        # not bmm, which would not fuse with the operations that follow
-        return (active.select(tap_scale) * active.select(retrieved.tap_value)).sum(1)
-
-    def _convolve_with_cache(self, norm_u_ND: Tensor, cache: ConvolutionCache) -> Tensor:
-        """Convolve norm(u) over the segments of this step and of earlier steps, [N, D]."""
-        weight = self.conv_weight.to(norm_u_ND.dtype)[:, None]  # [taps, 1, D]
-        return (cache.put_and_look_back(norm_u_ND) * weight).sum(0)
 
 
 class _Similarity(torch.autograd.Function):

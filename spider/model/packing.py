@@ -80,34 +80,21 @@ class Bucket(NamedTuple):
     length: int  # tokens of each document, padding included
 
 
-class StepTokens(NamedTuple):
-    """The tokens of a decoding step, M in B documents: NumPy arrays on the host, int64."""
+class StepTokens:
+    """The tokens of a decoding step, M in B documents: int64 NumPy arrays, on the host."""
 
-    length: np.ndarray  # [B], the step's tokens of each document
-    before: np.ndarray  # [B], tokens of each document in earlier steps
-    document: np.ndarray  # [M]
-    index_in_step: np.ndarray  # [M], each token's index in its document's tokens of the step
-
-    @classmethod
-    def build(cls, length: np.ndarray, before: np.ndarray) -> "StepTokens":
-        document = np.arange(len(length)).repeat(length)
+    def __init__(self, length: np.ndarray, before: np.ndarray):
+        """length [B]: the step's tokens of each document. before [B]: those of earlier steps."""
+        self.length = length
+        self.before = before
+        self.document = np.arange(len(length)).repeat(length)  # [M]
         first = length.cumsum() - length
-        return cls(length, before, document, np.arange(len(document)) - first[document])
-
-    @property
-    def position(self) -> np.ndarray:
-        """Return the tokens' positions in their documents, [M]."""
-        return self.before[self.document] + self.index_in_step
-
-    @property
-    def max_seqlen(self) -> int:
-        """Return the largest number of tokens of a document in this step."""
-        return int(self.length.max())
-
-    @property
-    def is_single(self) -> bool:
-        """Return whether there is only one token, as in sampling one text."""
-        return len(self.length) == len(self.document) == 1
+        # [M], each token's index in its document's tokens of the step
+        self.index_in_step = np.arange(len(self.document)) - first[self.document]
+        self.position = before[self.document] + self.index_in_step  # [M], in the document
+        self.max_seqlen = int(length.max())
+        # whether there is only one token, as in sampling one text
+        self.is_single = len(length) == len(self.document) == 1
 
 
 @dataclass
@@ -118,7 +105,7 @@ class Packing:
 
         in bf16 or fp16 on a GPU   max_seqlen_as_size, see attend_varlen
         else                       buckets and padded_index, see attend_padded
-        in decoding                step, see LatentCache
+        in decoding                none of them, see LatentCache
     """
 
     cu_seqlens: Tensor  # int32 [B + 1], each document's first token, then the number of tokens
@@ -127,13 +114,13 @@ class Packing:
     max_seqlen: int  # upper bound of a document's tokens
     cos: Tensor  # [M, 1, R], for both halves
     sin: Tensor  # [M, 1, R], negative in the first half
-    buckets: list[Bucket] | None  # the padded batches
-    padded_index: Tensor | None  # int64 [M], each token's index in them; None: nothing is padded
-    window: int  # tokens that a token attends to, itself included; 0: all
+    window: int = 0  # tokens that a token attends to, itself included; 0: all
+    buckets: list[Bucket] | None = None  # the padded batches
+    # int64 [M], each token's index in them; None: nothing is padded
+    padded_index: Tensor | None = None
     # [max_seqlen, 0]. Its size carries max_seqlen into compiled graphs, where sizes are dynamic. An
     # int would be a constant of the graph, and every new value would need a new graph.
     max_seqlen_as_size: Tensor | None = None
-    step: StepTokens | None = None
 
     @classmethod
     def build(
@@ -153,30 +140,16 @@ class Packing:
         document = torch.searchsorted(cu_seqlens[1:], token, right=True)
         position = token - cu_seqlens.index_select(0, document)
 
-        buckets = None
-        padded_index = None
-        max_seqlen_as_size = None
+        cos, sin = rotate(position, config, dtype)
+        packing = cls(cu_seqlens, document, position, max_seqlen, cos, sin, window)
         has_kernel = device.type != "cpu" and dtype in (torch.bfloat16, torch.float16)
         if has_kernel:
-            max_seqlen_as_size = torch.empty(max_seqlen, 0, device=device)
+            packing.max_seqlen_as_size = torch.empty(max_seqlen, 0, device=device)
         else:
-            buckets, start = pad_documents(cu_seqlens.diff(), max_seqlen)
+            packing.buckets, start = pad_documents(cu_seqlens.diff(), max_seqlen)
             if start is not None:
-                padded_index = start.index_select(0, document) + position
-
-        cos, sin = rotate(position, config, dtype)
-        return cls(
-            cu_seqlens,
-            document,
-            position,
-            max_seqlen,
-            cos,
-            sin,
-            buckets,
-            padded_index,
-            window,
-            max_seqlen_as_size,
-        )
+                packing.padded_index = start.index_select(0, document) + position
+        return packing
 
     @classmethod
     def of_step(
@@ -184,20 +157,10 @@ class Packing:
     ) -> "Packing":
         """Build the packing of a decoding step. dtype: for attention."""
         cu_seqlens = np.append(0, step.length.cumsum()).astype(np.int32)
+        document = to_device(step.document, device)
         position = to_device(step.position, device)
         cos, sin = rotate(position, config, dtype)
-        return cls(
-            to_device(cu_seqlens, device),
-            to_device(step.document, device),
-            position,
-            step.max_seqlen,
-            cos,
-            sin,
-            buckets=None,
-            padded_index=None,
-            window=0,
-            step=step,
-        )
+        return cls(to_device(cu_seqlens, device), document, position, step.max_seqlen, cos, sin)
 
 
 def rotate(position_M: Tensor, config: SpiderConfig, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -81,51 +81,34 @@ def unpool_segments(
     b: Tensor,
     cu_seqlens: Tensor,
     segment_cu_seqlens: Tensor,
-    offset: Tensor | None = None,
+    offsets: int = 1,
     back: int = 0,
 ) -> Tensor:
     """Give each byte the last segment of its document that ended at or before it: [M, D].
 
-    z [N, D]; b [M], which gets no gradient; cu_seqlens and segment_cu_seqlens int32 [B + 1]. null
-    [D] or [B, D]: for bytes before a document's first boundary. offset [M]: the segment offset of
-    each byte, if a segment has an output per offset: z [N, O, D], null [O, D] or [B, O, D]. back:
-    give each byte the segment this many before the last."""
+    z [N, O * D], a segment's output at each offset. null [O * D], for bytes before a document's
+    first boundary. b [M], which gets no gradient. cu_seqlens and segment_cu_seqlens int32 [B + 1].
+    offsets: O. back: give each byte the segment this many before the last.
+
+    A byte's offset is its distance from the end of its segment, at most O - 1. Before the first
+    boundary, count as if one preceded the document."""
     document_M, ended_M = _documents_and_segments(b, cu_seqlens)
     ended_M = ended_M - back
-    null = null.view(-1, *z.shape[1:])
-    n_nulls = len(null)  # 1 or B
-    rows = torch.cat((null.to(z.dtype), z))
     has_segment = ended_M > segment_cu_seqlens.index_select(0, document_M)
-    row_of_segment = n_nulls + ended_M - 1
-    row_of_null = document_M.clamp_max(n_nulls - 1)
-    row_M = torch.where(has_segment, row_of_segment, row_of_null)
-    if offset is not None:
-        row_M = row_M * z.shape[1] + offset
-        rows = rows.flatten(0, 1)
-    return rows.index_select(0, row_M)
+    segment_M = torch.where(has_segment, ended_M, 0)  # counted from 1; 0: null
 
-
-def segment_offsets(boundary_M: Tensor, start_M: Tensor, count: int) -> Tensor:
-    """Return each byte's segment offset, int64 [M]: its distance from the last boundary, at most
-    count - 1. Before the first boundary, count as if one preceded the document.
-
-    boundary_M: from last_boundary. start_M: the first byte of each byte's document."""
-    byte_M = torch.arange(len(boundary_M), device=boundary_M.device)
-    origin_M = torch.where(boundary_M < start_M, start_M - 1, boundary_M)
-    return (byte_M - origin_M).clamp_max(count - 1)
+    end_M = F.pad(segment_ends(b, len(z)), (1, 0)).index_select(0, segment_M)
+    end_M = torch.where(has_segment, end_M, cu_seqlens.index_select(0, document_M) - 1)
+    byte_M = torch.arange(len(b), device=b.device)
+    offset_M = (byte_M - end_M).clamp_max(offsets - 1)
+    outputs = torch.cat((null[None].to(z.dtype), z)).unflatten(1, (offsets, -1)).flatten(0, 1)
+    return outputs.index_select(0, segment_M * offsets + offset_M)
 
 
 def last_boundary(b: Tensor) -> Tensor:
     """Return the last boundary at or before each byte, int64 [M]; -1 before the first boundary."""
     byte_M = torch.arange(len(b), device=b.device)
     return torch.where(b.detach() > 0, byte_M, -1).cummax(0).values
-
-
-def boundary_before_last(b: Tensor) -> Tensor:
-    """Return the boundary before each byte's last boundary, int64 [M]; -1 before the second."""
-    last_M = last_boundary(b)
-    last_before_M = F.pad(last_M, (1, -1), value=-1)  # not at the byte itself
-    return last_before_M.index_select(0, last_M.clamp_min(0))
 
 
 def segment_ends(b: Tensor, tokens: int) -> Tensor:

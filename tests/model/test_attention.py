@@ -70,7 +70,7 @@ def test_windowed_cache_keeps_and_attends_only_to_its_window(step_lengths, windo
     buffer = torch.zeros(1, 1, 2, 1, 4, dtype=torch.float64)
     before = np.zeros(2, dtype=np.int64)
     for tokens in ([5, 0], *([n, n] for n in step_lengths)):
-        step = StepTokens.build(np.array(tokens), before)
+        step = StepTokens(np.array(tokens), before)
         cache = LatentCache(buffer, step, window).of(0)
         now = (step.document, step.position)
         out = cache.attend(q[now], x[now], scale=0.7, value_width=3)

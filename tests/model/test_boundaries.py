@@ -156,17 +156,17 @@ def test_gain_is_the_loss_change_from_unpooling_the_previous_segment(
     slope_of_error = 2 * boundaries.LOSS_WEIGHT * 5 / 56 / model.config.boundary_rate
     gains = (predicted[0][:, 1] - grad / slope_of_error).detach()
 
-    def loss(end: int, step: float, unpool=Spider.unpool) -> Tensor:
+    def loss(end: int, step: float) -> Tensor:
         """Return the loss if bytes after boundary `end` receive their segment plus `step` times its
         difference to the previous segment."""
 
-        def moved(self, z, null, b, *given, back=0):
-            whole = unpool(self, z, null, b, *given, back=back)
-            earlier = unpool(self, z, null, b, *given, back=1)
+        def moved(*outputs, b, back=0, **given):
+            whole = segments.unpool_segments(*outputs, b, back=back, **given)
+            earlier = segments.unpool_segments(*outputs, b, back=1, **given)
             return whole + step * (segments.last_boundary(b) == end)[:, None] * (whole - earlier)
 
         with monkeypatch.context() as patch, torch.no_grad():
-            patch.setattr(Spider, "unpool", moved)
+            patch.setattr("spider_model.unpool_segments", moved)
             out = model(ids, labels, noise_seed=0)
         return out.nats_per_byte + out.loss_terms["core_loss"]
 

@@ -127,8 +127,8 @@ def test_dropping_halted_segments_equals_masking_them(changes, recompute, at_onc
 
 @pytest.mark.parametrize("on_gpu", (False, True))
 def test_halted_segments_run_one_more_loop_and_are_then_dropped(on_gpu):
-    """All segments except the last halt in the first loop. A full pass on a GPU never drops
-    segments, because the host would wait."""
+    """All segments except the last halt in the first loop. A GPU never drops segments, because the
+    host would wait."""
     model = awake(small_config(boundaries="words", n_loops=4)).eval()
     model.core.halt = lambda h: F.pad(h.new_ones(len(h) - 1), (0, 1))
     tokens = []
@@ -139,4 +139,4 @@ def test_halted_segments_run_one_more_loop_and_are_then_dropped(on_gpu):
         model.step(words, model.decoding_state())
         with torch.no_grad():
             model(words)
-    assert tokens == [16, 16, 1, 1] + ([16] * 4 if on_gpu else [16, 16, 1, 1])
+    assert tokens == 2 * ([16] * 4 if on_gpu else [16, 16, 1, 1])

@@ -85,8 +85,8 @@ def test_cache_grows_by_doubling_and_shrinks_at_a_new_document():
         assert t + 1 <= count <= max(16, 2 * t + 2)
     assert len(set(slots[:150])) < 8  # the cache is seldom copied
     assert slots[-1] < slots[149]
-    distances = SegmentEngram.tap_distances(model.config)
-    assert state.convolved.shape[3] <= 2 * max(16, distances[-1] + 1)
+    farthest = (SegmentEngram.kernel_size - 1) * len(model.config.engram_contexts)
+    assert state.convolved.shape[3] <= 2 * max(16, farthest + 1)
     # only latents are kept: kv_lora_rank + qk_rope_head_dim
     assert state.byte_latents.shape[-1] == state.segment_latents.shape[-1] == 16 + 8
 

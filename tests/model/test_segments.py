@@ -6,13 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from spider.model.segments import (
-    boundary_before_last,
-    last_boundary,
-    pool_segments,
-    segment_offsets,
-    unpool_segments,
-)
+from spider.model.segments import pool_segments, unpool_segments
 
 
 def pool_densely(h, b, cu_seqlens):
@@ -68,15 +62,9 @@ def test_pooling_equals_the_dense_form_forward_and_backward(lengths, rate, offse
     upstream = random(tokens, 6)
 
     z, segment_cu_seqlens = pool_segments(h, b, cu_seqlens)
-    read = (z @ mix).tanh().unflatten(1, (offsets, 6))
-    if offsets == 1:
-        out = unpool_segments(read.squeeze(1), null, b, cu_seqlens, segment_cu_seqlens)
-    else:
-        start = cu_seqlens[:-1].repeat_interleave(cu_seqlens.diff())
-        boundary = boundary_before_last(b) if back else last_boundary(b)
-        offset = segment_offsets(boundary, start, offsets)
-        null_output = null.repeat(offsets, 1)
-        out = unpool_segments(read, null_output, b, cu_seqlens, segment_cu_seqlens, offset, back)
+    out = unpool_segments(
+        (z @ mix).tanh(), null.repeat(offsets), b, cu_seqlens, segment_cu_seqlens, offsets, back
+    )
 
     dense_z, dense_cu_seqlens = pool_densely(h, b, cu_seqlens)
     dense_read = (dense_z @ mix).tanh().unflatten(1, (offsets, 6))
