@@ -84,7 +84,6 @@ from spider.model.memory import (
     ByteEngram,
     ConvolutionCache,
     EngramTable,
-    HashedContexts,
     InputEngram,
     Matches,
     MatchMemory,
@@ -1146,9 +1145,6 @@ class Spider(nn.Module):
         n_loops = self.loops_of(n_loops)
         if self.checks_decoding and not self.training:
             self._check_decoding(n_loops)
-        for module in self.modules():
-            if isinstance(module, HashedContexts):
-                module.read_to_host()
         null = self.null_output().detach().to(self.compute_dtype)
         return DecodingState(self.config, rows, n_loops, null, self.wide_dtype)
 
@@ -1184,14 +1180,16 @@ class Spider(nn.Module):
         `cast_weights_once`, weights are cast once for many steps.
 
         Raise RuntimeError in training mode, where segments are random, and ValueError for bad
-        input_ids."""
-        if self.training:
-            raise RuntimeError("decoding needs evaluation mode: call model.eval() first")
+        input_ids. After another exception, the state is unusable."""
         check_ids("input_ids", input_ids, len(state.position))
         return self._step(np.array(input_ids.tolist()), state)
 
     def _step(self, ids_BT: np.ndarray, state: DecodingState) -> Tensor:
         """Feed bytes that the host holds; see `step`."""
+        if self.training:
+            raise RuntimeError("decoding needs evaluation mode: call model.eval() first")
+        if ids_BT.min() < 0 or ids_BT.max() >= self.config.vocab_size:
+            raise ValueError(f"input_ids must be 0 to {self.config.vocab_size - 1}")
         work = ids_BT.size * self.config.hidden_size**2
         with fewer_threads(work), torch.inference_mode():  # inference mode is 10% faster
             logits = [self._read_piece(piece, state) for piece in split_pieces(ids_BT)]
@@ -1309,11 +1307,11 @@ class Spider(nn.Module):
             for count in range(max_new_bytes):
                 if count > 0:
                     logits = self._step(written[:, -1:], state)[:, -1]
-                total = logits.sum(1)  # not finite if a logit is not
+                is_finite = logits.isfinite().all(1)
                 if no_repeat_ngram_size > 0:
                     logits = forbid_repeats(logits, written, no_repeat_ngram_size)
                 drawn = draw(logits, temperature, top_k, top_p, generator)
-                drawn = torch.where(total.isfinite(), drawn, -1)
+                drawn = torch.where(is_finite, drawn, -1)
                 drawn_B = np.array(drawn.tolist())  # host synchronisation
                 if (drawn_B < 0).any():
                     raise FloatingPointError(

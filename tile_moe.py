@@ -573,10 +573,12 @@ def moe_forward(
     backend's own product, even the loop of `loop`. expert_slots: sort_by_expert of topk_idx, if
     known.
     """
-    if backend == "loop" and product is None:
-        return _loop(x_ND, topk_idx_NK, topk_weights_NK, w_gate_up_EDG, w_down_EFD)
-    if len(x_ND) == 1 and not torch.is_grad_enabled():  # decoding a single token needs no sorting
+    # Decoding a single token needs no sorting. On a CPU, it needs no copies of weights, either.
+    is_one_token = len(x_ND) == 1 and not torch.is_grad_enabled()
+    if is_one_token and x_ND.is_cuda:
         return _one_token(x_ND, topk_idx_NK[0], topk_weights_NK[0], w_gate_up_EDG, w_down_EFD)
+    if is_one_token or (backend == "loop" and product is None):
+        return _loop(x_ND, topk_idx_NK, topk_weights_NK, w_gate_up_EDG, w_down_EFD)
     if product is None:
         product = PRODUCTS[backend]
     if expert_slots is None:

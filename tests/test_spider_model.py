@@ -186,3 +186,6 @@ def test_bad_inputs_are_refused_with_the_required_shape():
     for bad in (ids[:1], ids[:, :0], ids.int()):
         with pytest.raises(ValueError, match=r"^input_ids must be int64 \[2, T\], "):
             model.step(bad, model.decoding_state(2))
+    for bad in (-1, 272):
+        with pytest.raises(ValueError, match="input_ids must be 0 to 271"):
+            model.step(torch.full_like(ids, bad), model.decoding_state(2))

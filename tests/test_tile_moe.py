@@ -1,6 +1,7 @@
 """Routing and experts: all backends match one dense reference, forward and backward."""
 
 import math
+from contextlib import nullcontext
 from typing import NamedTuple
 
 import pytest
@@ -10,6 +11,7 @@ from torch import Tensor
 
 import tile_moe
 from conftest import has_fp8
+from stand_in_gpu import stand_in_gpu
 from stand_in_kernels import INSTALLED, ROUTINGS, WIDTH, D, E, K, Kernels, N, kernels, routing
 from tile_moe import ALIGNMENT, balance, moe_forward, route, sort_by_expert
 
@@ -120,11 +122,12 @@ def test_emulated_fp8_experts_match_the_reference_to_fp8_rounding(backend, kind)
         check_backend(backend, kind, torch.float32, 0.005, product=tile_moe.fp8_grouped_product)
 
 
+@pytest.mark.parametrize("device", (nullcontext, stand_in_gpu))
 @BOTH_PRECISIONS
-def test_single_decoded_token_matches_the_dense_reference(dtype, tolerance):
+def test_single_decoded_token_matches_the_dense_reference(dtype, tolerance, device):
     topk_idx = routing("uneven")
     x, topk_weights, *weights = operands(dtype)
-    with torch.no_grad():
+    with torch.no_grad(), device():
         for i in range(N):
             one = slice(i, i + 1)
             y = moe_forward(x[one], topk_idx[one], topk_weights[one], *weights, "grouped")

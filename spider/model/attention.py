@@ -110,13 +110,13 @@ class LatentCache(Cache):
         padded_index = step.document * step.max_seqlen + step.index_in_step
         self.padded_index = to_device(padded_index, buffer.device)
 
-        slot = np.arange(self.used_slots)
-        stored_B1S = position_in(slot, self.tokens_B, self.buffer.shape[3])[:, None]
-        position_BT1 = (step.before[:, None] + np.arange(step.max_seqlen))[:, :, None]
-        hidden = (stored_B1S < 0) | (stored_B1S > position_BT1)
+        stored_BS = position_in(np.arange(self.used_slots), self.tokens_B, self.buffer.shape[3])
+        stored_B1S = to_device(stored_BS, buffer.device)[:, None]
+        position_BT = step.before[:, None] + np.arange(step.max_seqlen)
+        position_BT1 = to_device(position_BT, buffer.device)[:, :, None]
+        self.hidden = (stored_B1S < 0) | (stored_B1S > position_BT1)
         if window:
-            hidden |= stored_B1S <= position_BT1 - window
-        self.hidden = to_device(hidden, buffer.device)
+            self.hidden |= stored_B1S <= position_BT1 - window
 
     def attend(self, q: Tensor, x: Tensor, scale: float, value_width: int) -> Tensor:
         """Store the latents x [M, width] of the step's tokens and attend to all stored latents.

@@ -62,16 +62,17 @@ class HashedContexts(nn.Module):
         )
         self.multiplier.copy_(drawn * 2 + 1)
 
-    def read_to_host(self):
-        """Copy the constants to the host, for decoding. Waits for the device."""
-        self.on_host = {name: np.array(t.tolist()) for name, t in self.named_buffers()}
+    def _load_from_state_dict(self, *args):
+        super()._load_from_state_dict(*args)
+        self.on_host = {}
 
     def constant(self, name: str, past: PastBytes) -> Integers:
-        """Return a buffer: on the device, or on the host if past is there."""
+        """Return a buffer: on the device, or on the host if past is there. Waits for the device in
+        the first step."""
         if past.library is torch:
             return self.get_buffer(name)
         if not self.on_host:
-            self.read_to_host()
+            self.on_host = {name: np.array(t.tolist()) for name, t in self.named_buffers()}
         return self.on_host[name]
 
     def keys(self, past: PastBytes) -> Integers:

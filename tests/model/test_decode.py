@@ -123,6 +123,19 @@ def test_copied_reordered_and_pickled_states_continue_independently():
     assert_equal(model.step(sequences[:, 29:], loaded), full[:, 29:])
 
 
+def test_weights_with_other_hashes_can_be_loaded_between_steps():
+    model = halting_model()
+    sequences = sequences_of_documents()
+    step_logits(model, sequences, [])
+    state = model.decoding_state(3, LOOPS)
+    with torch.no_grad():
+        other = {
+            name: t if t.is_floating_point() else t * 3 for name, t in model.state_dict().items()
+        }
+    model.load_state_dict(other)
+    assert_equal(model.step(sequences, state), full_pass(model, sequences).logits)
+
+
 def test_small_step_uses_one_thread_and_restores_the_thread_count(monkeypatch):
     model = halting_model()  # of width 32
     monkeypatch.setattr("spider.model.decode.ONE_THREAD", 4 * 32**2)
