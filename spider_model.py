@@ -1202,15 +1202,16 @@ class Spider(nn.Module):
         c = self.config
         rows, length = ids_BT.shape
         device = state.summed.device
+        reach = state.last_bytes.shape[1]
         known = np.concatenate((state.last_bytes, ids_BT), axis=1)
         # Whether the first byte starts a document depends on the byte before it.
-        starts = document_starts(known[:, c.reach - 1 :])[:, 1]
+        starts = document_starts(known[:, reach - 1 :])[:, 1]
         for row in starts.nonzero()[0].tolist():
             state.start_document(row, self.null_output())
 
         # Pack the piece as `_pack` packs a batch.
-        position = state.position[:, None] + np.arange(-c.reach, length)
-        index = np.arange(known.size).reshape(known.shape)[:, c.reach :]
+        position = state.position[:, None] + np.arange(-reach, length)
+        index = np.arange(known.size).reshape(known.shape)[:, reach :]
         past = PastBytes(known.ravel(), position.ravel(), index.ravel())
         matches = None
         if self.engram_match is not None:
