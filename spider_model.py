@@ -1211,7 +1211,7 @@ class Spider(nn.Module):
 
         # Pack the piece as `_pack` packs a batch.
         position = state.position[:, None] + np.arange(-reach, length)
-        index = np.arange(known.size).reshape(known.shape)[:, reach :]
+        index = np.arange(known.size).reshape(known.shape)[:, reach:]
         past = PastBytes(known.ravel(), position.ravel(), index.ravel())
         matches = None
         if self.engram_match is not None:
