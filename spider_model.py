@@ -108,7 +108,7 @@ from spider.model.packing import (
 )
 from spider.model.segments import pool_segments, segment_ends, unpool_segments
 from spider.vocabulary import BOS_ID, EOS_ID, PAD_ID
-from tile_moe import NO_ROUTING, MoE, Routing, balance
+from tile_moe import MoE, Routing, balance
 
 # Dropout sites: each makes its own mask from the same noise. Site 5 is boundaries.STRAY_SITE.
 BYTES_BEFORE_CORE = 0
@@ -191,7 +191,7 @@ class RecurrentBlock(nn.Module):
         active: ActiveTokens,
         state: LayerState,
         caches: LayerCaches = (None, None),
-        reuse: Routing = NO_ROUTING,
+        reuse: Routing | None = None,
     ) -> LayerOutput:
         """Run the layer once on the active segments.
 
@@ -255,17 +255,17 @@ def visit(
         y_nD, latents, convolved, score_nE, topk_idx_nK = layer.compiled(
             layer, x_nD, packing, retrieved, active, state, recompute
         )
-        routing = Routing(score_nE, topk_idx_nK)
+        routing = Routing(score_nE, topk_idx_nK, None)
         return LayerOutput(y_nD, routing, LayerState(latents, convolved))
     if not recompute:
         return layer(x_nD, packing, retrieved, active, state, caches)
 
-    reuse = NO_ROUTING  # set by the first call of `compute`, read by the recomputation
+    reuse = None  # set by the first call of `compute`, read by the recomputation
 
     def compute(x_nD: Tensor) -> LayerOutput:
         nonlocal reuse
         output = layer(x_nD, packing, retrieved, active, state, caches, reuse)
-        if reuse.topk_idx is None:
+        if reuse is None:
             # without the score, which would keep the first call's graph alive
             reuse = Routing(None, output.routing.topk_idx, output.routing.slots)
         return output
@@ -1200,15 +1200,16 @@ class Spider(nn.Module):
         c = self.config
         rows, length = ids_BT.shape
         device = state.summed.device
+        reach = state.last_bytes.shape[1]
         known = np.concatenate((state.last_bytes, ids_BT), axis=1)
         # Whether the first byte starts a document depends on the byte before it.
-        starts = document_starts(known[:, c.reach - 1 :])[:, 1]
+        starts = document_starts(known[:, reach - 1 :])[:, 1]
         for row in starts.nonzero()[0].tolist():
             state.start_document(row, self.null_output())
 
         # Pack the piece as `_pack` packs a batch.
-        position = state.position[:, None] + np.arange(-c.reach, length)
-        index = np.arange(known.size).reshape(known.shape)[:, c.reach :]
+        position = state.position[:, None] + np.arange(-reach, length)
+        index = np.arange(known.size).reshape(known.shape)[:, reach:]
         past = PastBytes(known.ravel(), position.ravel(), index.ravel())
         matches = None
         if self.engram_match is not None:

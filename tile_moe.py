@@ -373,12 +373,9 @@ class _Move(torch.autograd.Function):
 class Routing(NamedTuple):
     """The routing of N tokens; all None without routed experts."""
 
-    score: Tensor | None = None  # [N, E] fp32
-    topk_idx: Tensor | None = None  # [N, K] int64
-    slots: ExpertSlots | None = None  # for backends that sort
-
-
-NO_ROUTING = Routing()
+    score: Tensor | None  # [N, E] fp32
+    topk_idx: Tensor | None  # [N, K] int64
+    slots: ExpertSlots | None  # for backends that sort
 
 
 def route(
@@ -674,21 +671,21 @@ class MoE(nn.Module):
         """Keep the cast weights of the routed experts, see cast_weights_once."""
         self.cast = self.weights(dtype) if self.config.n_routed_experts else None
 
-    def forward(self, x_ND: Tensor, reuse: Routing = NO_ROUTING) -> tuple[Tensor, Routing]:
+    def forward(self, x_ND: Tensor, reuse: Routing | None = None) -> tuple[Tensor, Routing]:
         """Route the tokens to experts and sum the outputs. reuse: the routing of an earlier pass
         over the same tokens."""
         if not self.config.n_routed_experts:
             assert self.shared is not None  # a SpiderConfig has routed experts or shared ones
-            return self.shared(x_ND), NO_ROUTING
+            return self.shared(x_ND), Routing(None, None, None)
         score_NE = self.router(x_ND)
         topk_idx_NK, topk_weights_NK = route(
             score_NE,
             self.expert_bias,
             self.config.n_experts_per_tok,
             self.backend,
-            reuse.topk_idx,
+            None if reuse is None else reuse.topk_idx,
         )
-        slots = reuse.slots
+        slots = None if reuse is None else reuse.slots
         if slots is None and torch.is_grad_enabled() and self.backend != "loop":
             slots = sort_by_expert(topk_idx_NK, len(self.expert_bias), self.backend)
         w_gate_up_EDG, w_down_EFD = self.weights(x_ND.dtype) if self.cast is None else self.cast
