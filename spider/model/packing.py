@@ -140,7 +140,7 @@ class Packing:
         document = torch.searchsorted(cu_seqlens[1:], token, right=True)
         position = token - cu_seqlens.index_select(0, document)
 
-        cos, sin = rotate(position, config, dtype)
+        cos, sin = cos_and_sin(position, config, dtype)
         packing = cls(cu_seqlens, document, position, max_seqlen, cos, sin, window)
         has_kernel = device.type != "cpu" and dtype in (torch.bfloat16, torch.float16)
         if has_kernel:
@@ -159,11 +159,13 @@ class Packing:
         cu_seqlens = np.append(0, step.length.cumsum()).astype(np.int32)
         document = to_device(step.document, device)
         position = to_device(step.position, device)
-        cos, sin = rotate(position, config, dtype)
+        cos, sin = cos_and_sin(position, config, dtype)
         return cls(to_device(cu_seqlens, device), document, position, step.max_seqlen, cos, sin)
 
 
-def rotate(position_M: Tensor, config: SpiderConfig, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def cos_and_sin(
+    position_M: Tensor, config: SpiderConfig, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
     """Return Packing's cos and sin of positions."""
     frequency, signed_frequency = rotary_frequencies(
         config.qk_rope_head_dim, config.rope_theta, position_M.device
