@@ -1219,8 +1219,7 @@ class Spider(nn.Module):
         packing = Packing.of_step(step, c, self.compute_dtype, device)
         packed = PackedBytes(to_device(ids_BT, device), packing, past, matches)
 
-        cache = LatentCache(state.byte_latents, step, c.byte_window)
-        cache.kept = state.kept
+        cache = LatentCache(state.byte_latents, step, c.byte_window, state.kept)
         x_MD = self.before_core(packed, cache)
         if self.core is not None:
             x_MD = x_MD + self._read_segments(x_MD, packed, state)

@@ -101,10 +101,17 @@ class LatentCache(Cache):
 
     hidden: Tensor | None = None  # bool [B, T, used_slots]: not visible to a token; None: all are
     padded_index: Tensor  # int64 [M], index of the step's tokens in [B * T]; only with `hidden`
-    kept: dict[int, Tensor] | None = None  # see tokens_before; None in the core
 
-    def __init__(self, buffer: Tensor, step: StepTokens, window: int = 0):
+    def __init__(
+        self,
+        buffer: Tensor,
+        step: StepTokens,
+        window: int = 0,
+        kept: dict[int, Tensor] | None = None,
+    ):
+        """kept: see tokens_before; None in the core. The others: see Cache."""
         super().__init__(buffer, step, window)
+        self.kept = kept
         if step.is_single:  # which sees all slots
             return
         padded_index = step.document * step.max_seqlen + step.index_in_step
@@ -243,9 +250,10 @@ def attend_padded(qkv: list[Tensor], packing: Packing) -> Tensor:
         padding = qkv[0].new_zeros(sum(sizes), *qkv[0].shape[1:])
         qkv = [padding.index_copy(0, packing.padded_index, x) for x in qkv]
     outs = []
-    batches = (x.split(sizes) for x in qkv)
-    for *batch, bucket in zip(*batches, packing.buckets, strict=True):
-        out = _attend_batch([x.unflatten(0, bucket) for x in batch], packing.window)
+    queries, keys, values = (x.split(sizes) for x in qkv)
+    for i, bucket in enumerate(packing.buckets):
+        batch = [x.unflatten(0, bucket) for x in (queries[i], keys[i], values[i])]
+        out = _attend_batch(batch, packing.window)
         outs.append(out.flatten(0, 1))
     out = _concatenate(outs, dim=0)
     return out if packing.padded_index is None else out.index_select(0, packing.padded_index)
@@ -268,8 +276,10 @@ def _attend_batch(qkv: list[Tensor], window: int) -> Tensor:
     first = _attend_block(q[:, 0], k[:, 0], v[:, 0], window)
 
     # Each later block also reads the keys of the previous one: [B * (blocks - 1), 2 * window, H, Q]
-    k, v = (torch.cat((x[:, :-1], x[:, 1:]), dim=2).flatten(0, 1) for x in (k, v))
-    later = _attend_block(q[:, 1:].flatten(0, 1), k, v, window)
+    later_q = q[:, 1:].flatten(0, 1)
+    pairs_k = torch.cat((k[:, :-1], k[:, 1:]), dim=2).flatten(0, 1)
+    pairs_v = torch.cat((v[:, :-1], v[:, 1:]), dim=2).flatten(0, 1)
+    later = _attend_block(later_q, pairs_k, pairs_v, window)
     later = later.reshape(documents, -1, later.shape[2])  # [B, T - window, H * Q]
     return torch.cat((first, later), dim=1)[:, :length]
 

@@ -46,7 +46,10 @@ def library_of(x: Integers) -> Any:
 
 
 def to_device(x: Integers, device: torch.device) -> Tensor:
-    """Copy numbers to a device without waiting for it; return a tensor that is there as it is."""
+    """Copy numbers to a device; a tensor on the device is returned unchanged.
+
+    The host does not wait for a few numbers. CUDA may wait to stage more, since the memory is not
+    pinned."""
     if isinstance(x, np.ndarray):
         x = torch.from_numpy(x)
     return x.to(device, non_blocking=True)
@@ -151,9 +154,9 @@ class PastBytes:
         If the document has no such end within reach, return the largest count within reach."""
         if unit == "byte" or n == 0:
             return self.library.full_like(self.index, n)
-        end_M = self.index + 2  # l + 1, where l counts the byte itself, too
+        end_M = self.index + 2  # l + 1: the l bytes include the byte itself
         for _ in range(n):
-            # An end with c bytes up to it is itself an index: of the end among the c - 1 before it.
+            # c bytes up to an end: index c is l + 1 for the l = c - 1 bytes before the end.
             end_M = self.newest_ends(unit)[end_M]
         distance_M = self.index + 1 - end_M
         most = REACH[unit] - 1

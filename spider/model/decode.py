@@ -4,8 +4,8 @@ A step reads T bytes of each row of a batch and returns the logits that a full p
 The bytes after a row's last boundary form its open segment, which the next step continues.
 
 The host knows every byte. So it computes all integers with NumPy, such as positions, keys of
-contexts and places in caches, and copies them to the device. It waits for the device only to learn
-where segments end.
+contexts and places in caches, and copies them to the device. A step waits for the device only to
+learn where segments end, and the first step also to read the constants of hashes.
 
 Shapes, as suffixes of names:
     B  rows of the batch, each in its own document
@@ -209,8 +209,10 @@ def forbid_repeats(logits: Tensor, written: np.ndarray, size: int) -> Tensor:
     if written.shape[1] < size:
         return logits
     ngrams = sliding_window_view(written, size, axis=1)  # [B, ngrams, size]
+    last_ids = ngrams[:, :, -1]
     newest = written[:, None, written.shape[1] - size + 1 :]  # the size - 1 newest ids
-    repeats = (ngrams[:, :, :-1] == newest).all(2) & (ngrams[:, :, -1] != PAD_ID)
-    row, ngram = repeats.nonzero()
-    forbidden = (to_device(row, logits.device), to_device(ngrams[row, ngram, -1], logits.device))
-    return logits.index_put(forbidden, logits.new_full((), -math.inf))
+    begins_alike = (ngrams[:, :, :-1] == newest).all(2)
+    row, ngram = (begins_alike & (last_ids != PAD_ID)).nonzero()
+    forbidden = last_ids[row, ngram]
+    index = (to_device(row, logits.device), to_device(forbidden, logits.device))
+    return logits.index_put(index, logits.new_full((), -math.inf))
